@@ -47,18 +47,18 @@ class Node:
 
     peer: Peer
     hello: AgentHello
-    sight: NodeLiveness
+    liveness: NodeLiveness
     holdings: NodeInventory
     idle: int
-    begun: str
+    applied_plan: str
     """The plan that it had begun when it was heard last."""
-    unheard: list[Message]
+    messages_before_plan: list[Message]
     """What was said before it could be understood."""
     beats: Mapping[int, RoleBeat] = field(default_factory=dict)
     replicas: Mapping[str, list[int]] = field(default_factory=dict)
     guarding: Sequence[int] = ()
     """Roles of other nodes that it has started ahead of need."""
-    planned: float = float("-inf")
+    plan_sent_at: float = float("-inf")
     """When a plan was sent over this connection last."""
     hosts: list[Host] = field(default_factory=list)
     """What it has said of who is where, before it says what it keeps."""
@@ -86,7 +86,12 @@ class Node:
 
     def beat(self, beat: Heartbeat) -> None:
         """It has said how far its roles are."""
-        self.idle, self.begun, self.beats, self.replicas = beat.idle, beat.begun, beat.roles, beat.replicas
+        self.idle, self.applied_plan, self.beats, self.replicas = (
+            beat.idle,
+            beat.begun,
+            beat.roles,
+            beat.replicas,
+        )
         self.guarding = beat.guarding
 
 
@@ -103,16 +108,16 @@ class ClusterState:
     nodes: dict[str, Node] = field(default_factory=dict)
     peers: dict[Peer, Node] = field(default_factory=dict)
     """The same by their connections."""
-    gone: set[str] = field(default_factory=set)
+    disconnected: set[str] = field(default_factory=set)
     """Those of them whose connections are no more."""
     epoch: int = 0
     plan: Plan | None = None
     """The newest that was begun. It says which nodes there are now; nothing else of it changes."""
     _hosted: tuple[dict[int, str], dict[str, list[int]]] = field(default_factory=lambda: ({}, {}))
     """The plan's places, and the same by node."""
-    _late: tuple[int, list[str]] = field(default_factory=lambda: (0, []))
+    _unreported: tuple[int, list[str]] = field(default_factory=lambda: (0, []))
     """An epoch, and the nodes that had not reported in it when it was looked last."""
-    _sound: set[str] = field(default_factory=set)
+    _healthy: set[str] = field(default_factory=set)
     """Nodes whose roles were those of the plan, and had live workers, when they were heard last."""
     catalogue: dict[int, compact.Segments] = field(default_factory=dict)
     """Role -> its segments and their holders: what is lost without a trace must still be missed."""
@@ -120,19 +125,19 @@ class ClusterState:
     """The same for plans, once it was asked for."""
     _shown: dict[int, compact.Segments] | None = None
     """The same for who looks at the job, likewise."""
-    initial: int | None = None
+    initial_version: int | None = None
     """The version that the script makes by itself; known once a role has reached training."""
-    reached: int = 0
+    newest_seen: int = 0
     """The newest version that any role is known to have had."""
-    resumes: bool = False
+    script_resumes: bool = False
     """Whether the script, started again, goes on from a checkpoint of its own."""
-    begins_at: int = 0
+    script_start_version: int = 0
     """The version that the script, started again, is known to begin with."""
-    resumed: int = 0
+    stepped_epoch: int = 0
     """The newest epoch in which all roles have finished a step, as far as it is written down."""
-    started_over: int = 0
+    restart_epoch: int = 0
     """The newest epoch in which all scripts were started again."""
-    start: tuple[int | None, Origin] = (None, "initial")
+    started_from: tuple[int | None, Origin] = (None, "initial")
     """Version and origin that the job began with."""
     records: Records = field(default_factory=Records)
     """What live workers have on record of the start-up phase."""
@@ -142,16 +147,16 @@ class ClusterState:
     """The parts of the script that every role has come to the end of: with which version."""
     draining: list[str] = field(default_factory=list)
     """Live nodes that are to be taken out, in that order: none of them is given another role."""
-    let_go: str = ""
+    departing: str = ""
     """That of them which is to keep no copies any more, in the epoch under way."""
-    futile: int = 0
+    attempts_without_progress: int = 0
     """Failures since any step was done that is newer than the goal; and that, the newest before them."""
-    goal: int = 0
-    height: int = 0
+    progress_mark: int = 0
+    escalation_level: int = 0
     """How far the ladder was climbed since there was progress, see `control.decide.ladder`."""
-    furthest: int = 0
+    furthest_step: int = 0
     """The newest version that was ever reached when something failed: what is newer is progress."""
-    entered: int = 0
+    ledger_through: int = 0
     """The newest step that the ledger of samples has."""
 
     def __post_init__(self) -> None:
@@ -173,7 +178,7 @@ class ClusterState:
         return self.plan.id if self.plan is not None else ""
 
     @property
-    def begun(self) -> Plan:
+    def current_plan(self) -> Plan:
         """The plan, once there is one."""
         assert self.plan is not None, "no plan was made yet"
         return self.plan
@@ -182,7 +187,7 @@ class ClusterState:
         """It has come, or has another connection."""
         self._unlist(node)
         self.nodes[node.name] = self.peers[node.peer] = node
-        self._late[1].append(node.name)
+        self._unreported[1].append(node.name)
         self._count(node)
         self._look_at(node)
 
@@ -204,8 +209,8 @@ class ClusterState:
         before = held.counts() if anew else {}
         if not held.change(news):
             return False
-        node.idle, node.begun = held.idle, held.begun
-        self.reached = max(self.reached, held.newest)
+        node.idle, node.applied_plan = held.idle, held.begun
+        self.newest_seen = max(self.newest_seen, held.newest)
         if anew:
             self._forget_records(node, before.keys() - held.counts().keys())
             self._count(node)
@@ -215,16 +220,16 @@ class ClusterState:
     def _look_at(self, node: Node) -> None:
         """Whether its roles are as the plan has them, and all live."""
         held, name = node.holdings, node.name
-        held.report.home = home = list(held.roles) == self.hosts.get(name, [])
+        held.report.home = home = list(held.roles) == self.roles_by_node.get(name, [])
         if home and held.all_alive:
-            self._sound.add(name)
+            self._healthy.add(name)
         else:
-            self._sound.discard(name)
+            self._healthy.discard(name)
 
     def worker_died(self, node: Node, role: int) -> None:
         """Though it may have reported in this epoch that it lives."""
         node.holdings.worker_died(role)
-        self._sound.discard(node.name)
+        self._healthy.discard(node.name)
         self._forget_records(node, [role])
 
     def takes_part(self, roles: Mapping[int, str], newcomers: Iterable[int]) -> None:
@@ -247,33 +252,33 @@ class ClusterState:
     def _unlist(self, node: Node) -> None:
         if (known := self.nodes.pop(node.name, None)) is not None:
             del self.peers[known.peer]
-            self.gone.discard(node.name)
-            self._sound.discard(node.name)
+            self.disconnected.discard(node.name)
+            self._healthy.discard(node.name)
             self._forget_records(known, known.holdings.counts())
 
     @property
-    def hosts(self) -> dict[str, list[int]]:
+    def roles_by_node(self) -> dict[str, list[int]]:
         """The nodes that the plan has roles on, and which, ascending."""
         places = self.places
         if self._hosted[0] is not places:
             self._hosted = places, hosts_now(*self._hosted, places)
         return self._hosted[1]
 
-    def playing(self) -> list[Node]:
+    def nodes_with_roles(self) -> list[Node]:
         """The live nodes that have a role."""
-        return [node for name in self.hosts if (node := self.nodes.get(name)) is not None]
+        return [node for name in self.roles_by_node if (node := self.nodes.get(name)) is not None]
 
     def spares(self) -> Iterator[Node]:
         """The live nodes that have none, and may be given some."""
-        hosts = self.hosts
+        hosts = self.roles_by_node
         return (n for name, n in self.nodes.items() if name not in hosts and name not in self.draining)
 
     def all_reported(self) -> bool:
         """Whether all nodes have said what they hold, in this epoch. Each is looked at a few times in it, not
         at every report of another."""
-        if self._late[0] != self.epoch:
-            self._late = self.epoch, list(self.nodes)
-        late = self._late[1]
+        if self._unreported[0] != self.epoch:
+            self._unreported = self.epoch, list(self.nodes)
+        late = self._unreported[1]
         while late:
             node = self.nodes.get(late[-1])
             if node is not None and node.holdings.reported != self.epoch:
@@ -310,8 +315,10 @@ class ClusterState:
 
     def lost(self) -> list[int]:
         """Roles of the plan without a live worker where they are. Asked once all have reported."""
-        doubtful = self.hosts.keys() - self._sound
-        return sorted(role for name in doubtful for role in self.hosts[name] if not self.alive(role, name))
+        doubtful = self.roles_by_node.keys() - self._healthy
+        return sorted(
+            role for name in doubtful for role in self.roles_by_node[name] if not self.alive(role, name)
+        )
 
     def to_all(self, message: Message) -> list[Effect]:
         """Say it to all nodes."""
@@ -326,12 +333,18 @@ class ClusterState:
         """A plan of another controller, from an agent that has begun it."""
         self.catalogue = {**compact.expanded(state.catalogue), **self.catalogue}
         self._compact = self._shown = None
-        self.initial, self.reached = state.initial, max(self.reached, state.reached)
+        self.initial_version, self.newest_seen = (
+            state.initial_version,
+            max(self.newest_seen, state.newest_seen),
+        )
         self.parts = state.parts
-        self.resumes |= state.resumes
-        self.started_over, self.start = state.started_over, state.start
-        self.futile, self.goal = state.futile, state.goal
-        self.height, self.furthest = state.height, state.furthest
+        self.script_resumes |= state.script_resumes
+        self.restart_epoch, self.started_from = state.restart_epoch, state.started_from
+        self.attempts_without_progress, self.progress_mark = (
+            state.attempts_without_progress,
+            state.progress_mark,
+        )
+        self.escalation_level, self.furthest_step = state.escalation_level, state.furthest_step
         self.groups.restore(state.groups)
         self.plan, self.epoch = state, max(self.epoch, state.epoch)
         for node in self.nodes.values():
@@ -339,32 +352,34 @@ class ClusterState:
 
     def lay_out(self, message: RoleLayout) -> None:
         """What a role's state consists of; or the part of it that another has adopted."""
-        if message.epoch < self.started_over:
+        if message.epoch < self.restart_epoch:
             return
         if message.adopted:
             self._learn(message.role, {**self.catalogue.get(message.role, {}), **message.segments})
             return
         self._learn(message.role, message.segments)
-        if self.initial is None:  # a newcomer's script may begin with a checkpoint that was not there then
-            self.initial = message.initial
-        self.resumes = message.resumes
-        self.begins_at = max(self.begins_at, message.initial or 0)
+        if (
+            self.initial_version is None
+        ):  # a newcomer's script may begin with a checkpoint that was not there then
+            self.initial_version = message.initial
+        self.script_resumes = message.resumes
+        self.script_start_version = max(self.script_start_version, message.initial or 0)
         assert message.group is not None, f"role {message.role} tells of its state, and of no replica group"
         self.groups.register(message.role, message.group)
 
     def seen_at(self, versions: Iterable[int]) -> None:
         """Some role has, or had, these."""
-        self.reached = max([self.reached, *versions])
+        self.newest_seen = max([self.newest_seen, *versions])
 
     @property
     def trained(self) -> bool:
         """Whether a step was done: every role has had snapshots then, and copies of them are elsewhere."""
-        return self.initial is not None and self.reached > self.initial
+        return self.initial_version is not None and self.newest_seen > self.initial_version
 
     @property
     def begins_with_durable(self) -> bool:
         """Whether no step was done yet after the durable checkpoint that the job has begun with."""
-        return self.initial is None and self.start[1] == "durable"
+        return self.initial_version is None and self.started_from[1] == "durable"
 
     @property
     def forgotten(self) -> bool:
@@ -372,14 +387,14 @@ class ClusterState:
         nobody is left who knows of more than the first plan. It may be on record nowhere, if a leader was
         lost that could not write its notes; but where there are copies of two versions a step was done, and
         where a part of the script was."""
-        if self.initial is not None:
+        if self.initial_version is not None:
             return False
-        if any(end > (self.start[0] or 0) for end in self.parts):
+        if any(end > (self.started_from[0] or 0) for end in self.parts):
             return True
         copies: set[int] = set()
         for node in self.nodes.values():
             copies |= node.holdings.copied_versions()
-        return self.resumed >= max(1, self.started_over) or len(copies) > 1
+        return self.stepped_epoch >= max(1, self.restart_epoch) or len(copies) > 1
 
     def fill_catalogue(self, roles: Collection[int]) -> None:
         """What these said of their segments was lost with their nodes, or with a controller: what others hold
@@ -398,7 +413,7 @@ class ClusterState:
     def remember_the_lost(self) -> None:
         """Remember roles that never said what their segments are: as many domains as copies cover may be
         lost, and then the others name all of them."""
-        plan = self.begun
+        plan = self.current_plan
         if not self.trained or len(self.catalogue) == self.settings.world_size:
             return
         gone = {about.domain for name, about in plan.nodes.items() if name not in self.nodes}
@@ -407,17 +422,26 @@ class ClusterState:
 
     def note_progress(self) -> None:
         """Something has failed: was there a step since that nobody had done before?"""
-        if self.reached > self.goal:  # the failure is the first that comes after it
-            self.futile, self.goal = min(self.futile, 1), self.reached
-        if self.reached > self.furthest:
-            self.height, self.furthest = 0, self.reached
+        if self.newest_seen > self.progress_mark:  # the failure is the first that comes after it
+            self.attempts_without_progress, self.progress_mark = (
+                min(self.attempts_without_progress, 1),
+                self.newest_seen,
+            )
+        if self.newest_seen > self.furthest_step:
+            self.escalation_level, self.furthest_step = 0, self.newest_seen
 
     def forget(self) -> None:
         """The job starts over."""
         self.note_progress()
-        self.goal = 0
-        self.initial, self.reached, self.begins_at, self.catalogue, self.parts = None, 0, 0, {}, []
-        self.started_over, self.start = self.epoch, (None, "initial")
+        self.progress_mark = 0
+        self.initial_version, self.newest_seen, self.script_start_version, self.catalogue, self.parts = (
+            None,
+            0,
+            0,
+            {},
+            [],
+        )
+        self.restart_epoch, self.started_from = self.epoch, (None, "initial")
         self.groups.forget()
         self._compact = self._shown = None
 

@@ -111,7 +111,7 @@ class RecoveryCoordinator:
         self.effects: list[Emitted] = []
         """What the event that is being handled has led to."""
         self._ids, self._recorded = ids, dict(recorded)
-        facts.resumed, facts.resumes = recorded.get("resumed", 0), "resumes" in recorded
+        facts.stepped_epoch, facts.script_resumes = recorded.get("resumed", 0), "resumes" in recorded
         self._own: dict[m.NodeName, m.OwnPlan] = {}
         """What single nodes must know of the plan."""
         self._whole: list[m.Hosts | m.SharedPlan] = []
@@ -155,7 +155,7 @@ class RecoveryCoordinator:
         if self._recorded.get(name, 0) < self.facts.epoch:
             self._recorded[name] = self.facts.epoch
             self.record(name, reason, **more, time=TimeGoes())
-        self.facts.resumed = self._recorded.get("resumed", 0)
+        self.facts.stepped_epoch = self._recorded.get("resumed", 0)
 
     # -- controllers and nodes that come back ------------------------------------------------------
 
@@ -251,8 +251,8 @@ class RecoveryCoordinator:
         self.completion.left.clear()
         facts.groups.withdrawn = set()
         facts.groups.changed(start.version, start.roles)
-        if before is None or (facts.initial is None and start.origin == "durable"):
-            facts.start = start.version, start.origin
+        if before is None or (facts.initial_version is None and start.origin == "durable"):
+            facts.started_from = start.version, start.origin
         if start.version is not None:
             facts.seen_at([start.version])
             # INV-14 (parts): a durable checkpoint may be of before a part's end.
@@ -284,14 +284,14 @@ class RecoveryCoordinator:
 
     def _send_plans(self, before: m.Plan | None) -> None:
         """To all nodes; those that have the plan before are told what is different."""
-        facts, plan = self.facts, self.facts.begun
+        facts, plan = self.facts, self.facts.current_plan
         shared: m.SharedPlan | None = None
         # First what single nodes must know: what all are told stays one message to who speaks for many.
         own = ((facts.nodes.get(name), order) for name, order in self._own.items())
         self.effects += [Send(node.peer, order) for node, order in own if node is not None]
         for node in facts.nodes.values():
-            node.planned = self.now
-            if before is None or node.begun != before.id:
+            node.plan_sent_at = self.now
+            if before is None or node.applied_plan != before.id:
                 self.do(*(Send(node.peer, part) for part in self._whole_plan()))
                 continue
             if shared is None:
@@ -300,14 +300,14 @@ class RecoveryCoordinator:
 
     def _send_plan(self, node: Node) -> None:
         """All of it."""
-        node.planned = self.now
+        node.plan_sent_at = self.now
         if (own := self._own.get(node.name)) is not None:
             self.do(Send(node.peer, own))
         self.do(*(Send(node.peer, part) for part in self._whole_plan()))
 
     def _whole_plan(self) -> list[m.Hosts | m.SharedPlan]:
         """What all must know who know nothing."""
-        plan = self.facts.begun
+        plan = self.facts.current_plan
         if not self._whole:
             hosts = hosts_of(plan.roles, plan.nodes).values()
             self._whole = [*pieces(plan.id, hosts), m.SharedPlan(plan.id, [], [], plan.state)]
@@ -315,9 +315,9 @@ class RecoveryCoordinator:
 
     def _nodes_without_roles(self) -> m.NodesChanged:
         """For a node that may have missed changes."""
-        plan = self.facts.begun
+        plan = self.facts.current_plan
         if self._without_roles is None or self._without_roles[0] is not plan.nodes:
-            hosts = self.facts.hosts
+            hosts = self.facts.roles_by_node
             idle: dict[m.NodeName, m.NodeAddress | None] = {
                 name: at for name, at in plan.nodes.items() if name not in hosts
             }
@@ -334,15 +334,19 @@ class RecoveryCoordinator:
         if kept := facts.strikes.value(self.now):
             self.do(Send(node.peer, m.KeepStrikes(kept)))
         self.remind(node, node.holdings.epoch, roles)
-        here = facts.hosts.get(node.name)
-        if here and isinstance(self.phase, Quiescing | Waiting) and node.begun != facts.begun.id:
+        here = facts.roles_by_node.get(node.name)
+        if (
+            here
+            and isinstance(self.phase, Quiescing | Waiting)
+            and node.applied_plan != facts.current_plan.id
+        ):
             # Those who have started ahead for a plan that is over, and was not heard here, keep their places.
-            newcomers = set(facts.begun.newcomers)
+            newcomers = set(facts.current_plan.newcomers)
             if new := [role for role in here if role in newcomers]:
                 self.do(Send(node.peer, m.Withdraw(roles=new)))
-        if isinstance(self.phase, Running) and facts.begun.nodes.get(node.name) != node.address:
+        if isinstance(self.phase, Running) and facts.current_plan.nodes.get(node.name) != node.address:
             self.tell_of_nodes()
-        if facts.plan is not None and node.begun == facts.plan.id:
+        if facts.plan is not None and node.applied_plan == facts.plan.id:
             # Who has come and gone since the plan was made. From now on it knows what all know.
             self.do(Send(node.peer, self._nodes_without_roles()))
         self.do(*self.returning.back(node, roles))
@@ -357,8 +361,8 @@ class RecoveryCoordinator:
         facts, running = self.facts, isinstance(self.phase, Running)
         if isinstance(self.phase, Forming | Rebuilding | Done):
             return
-        plan = facts.begun
-        split = node.begun != plan.id and epoch_of(node.begun) == facts.epoch
+        plan = facts.current_plan
+        split = node.applied_plan != plan.id and epoch_of(node.applied_plan) == facts.epoch
         if epoch > facts.epoch or (split and running):
             facts.epoch = max(facts.epoch, epoch)
             self.end_epoch("detected", f"node {node.name} is in epoch {epoch} of another controller", [])
@@ -368,7 +372,7 @@ class RecoveryCoordinator:
         # Of a start ahead that was given up, which was not heard.
         others = [role for role in shown if facts.places.get(role) != node.name]
         others = sorted(set(others).difference(self.returning.on(node.name))) if others else others
-        if others and node.begun == plan.id:
+        if others and node.applied_plan == plan.id:
             self.do(Send(node.peer, m.Withdraw(roles=others)))
         if not running:
             for role in sorted(shown):
@@ -376,8 +380,8 @@ class RecoveryCoordinator:
                     self._ending.append((role, node.name))
                 if anew or role in facts.groups.withdrawn:
                     self.do(Send(node.peer, m.KillWorker(role=role)))
-        elif node.begun != plan.id:
-            if self.now - node.planned > REPEAT:
+        elif node.applied_plan != plan.id:
+            if self.now - node.plan_sent_at > REPEAT:
                 self._send_plan(node)
         else:
             self.do(*self.returning.remind(node, shown))
@@ -412,7 +416,7 @@ class RecoveryCoordinator:
             self._once(name, **about)
             if name == "resumed":
                 facts.compact_catalogue(), facts.groups.value()  # while nobody waits for it
-            if name == "resumed" and facts.resumes and "resumes" not in self._recorded:
+            if name == "resumed" and facts.script_resumes and "resumes" not in self._recorded:
                 self._once(
                     "resumes",
                     reason="should the script have to be started again, it has checkpoints of its own",
@@ -426,7 +430,7 @@ class RecoveryCoordinator:
         counts = beat.epoch == facts.epoch and isinstance(self.phase, Running)
         self.do(NodeBeat(node.name, node.beats, beat, taking_part if counts else {}, newest))
         node.beat(beat)
-        node.sight.beat(now)
+        node.liveness.beat(now)
         self.watch.beat(beat.begun, newest, now)
         self.hangs.beat(taking_part, now)
         self.remind(node, beat.epoch, beat.roles.keys())
@@ -486,7 +490,7 @@ class RecoveryCoordinator:
             self.do(*self.returning.fail(facts, where))
             return
         facts.worker_died(node, role)
-        local = facts.initial is None or self.unprotected or self.completion.released
+        local = facts.initial_version is None or self.unprotected or self.completion.released
         if lost.fault is m.Fault.LEFT and local:
             self.completion.finished.add(role)
             if not self.completion.released:
@@ -510,7 +514,7 @@ class RecoveryCoordinator:
         if self._is_to_begin_anew(said.role):
             return
         if said.so_far:
-            self._so_far = said.reason if self.facts.initial is None else ""
+            self._so_far = said.reason if self.facts.initial_version is None else ""
         elif not self.unprotected:
             self.unprotected = said.reason
             self.do(TimeGoes(Cause.UNKNOWN))
@@ -568,7 +572,7 @@ class RecoveryCoordinator:
         climb = None
         if not self.leaving and not isinstance(self.phase, Forming):
             climb = ladder.next_rung(
-                facts.height,
+                facts.escalation_level,
                 facts.settings.max_restarts,
                 apart=frozenset(apart),
                 memory=facts.trained and not self.unprotected and not self.completion.released,
@@ -576,10 +580,10 @@ class RecoveryCoordinator:
                 own=facts.trained and bool(self.unprotected),
             )
         if climb is None:  # INV-7 (ends)
-            how_often = ladder.in_words(facts.height)
+            how_often = ladder.in_words(facts.escalation_level)
             self.end(against.code, how_often + against.recorded, how_often + against.said)
             return
-        self.climb, facts.height, facts.futile = climb, climb.height, 0
+        self.climb, facts.escalation_level, facts.attempts_without_progress = climb, climb.height, 0
         if climb.rung is Rung.RESTART:
             self.completion = Completion()
             self.unprotected, self._so_far = self._program, ""
@@ -642,14 +646,14 @@ class RecoveryCoordinator:
         """
         self.do(*self.draining.lost(self.facts, node.name))
         self.facts.drop(node)
-        self.do(FirstSign(self.wall - node.sight.silence(self.now)))
-        if fault is m.Fault.NODE and not node.sight.ended:
+        self.do(FirstSign(self.wall - node.liveness.silence(self.now)))
+        if fault is m.Fault.NODE and not node.liveness.ended:
             self.watch.miss([node.name], self.now)
         self.do(Close(node.peer))
         if self.returning.on(node.name):
             self.do(*self.returning.fail(self.facts, f"node {node.name} is lost"))
         self._strike(strikes.of_node(node.name, node.hello.pid, fault), node.hello.domain)
-        roles = self.facts.hosts.get(node.name, [])
+        roles = self.facts.roles_by_node.get(node.name, [])
         if roles:
             self.fail(f"node {node.name} lost: {why}", roles, fault=fault, node=node.name)
         else:
@@ -689,7 +693,10 @@ class RecoveryCoordinator:
             reason = f"{reason}; the job is not protected: {self.unprotected}"
             self.begin_anew(Against(reason, tuple(roles), code, fault=fault, node=node))
         else:
-            self.facts.futile, self._last_failure = self.facts.futile + 1, (reason, code, roles)
+            self.facts.attempts_without_progress, self._last_failure = (
+                self.facts.attempts_without_progress + 1,
+                (reason, code, roles),
+            )
             self.end_epoch("detected", reason, roles, **more)
 
     def end_epoch(self, event: str, reason: str, roles: Collection[int], **more: Any) -> None:
@@ -767,7 +774,7 @@ class RecoveryCoordinator:
         if broken is not None:
             one, other = broken.ends
             node = facts.nodes[replaced]
-            roles = facts.hosts.get(node.name, [])
+            roles = facts.roles_by_node.get(node.name, [])
             what = f"nodes {one} and {other} do not reach each other; {node.name} is replaced"
             self.record("link", what, roles, nodes=[one, other], replaced=node.name)
             self.do(Send(node.peer, m.GivenUp()))
@@ -788,8 +795,10 @@ class RecoveryCoordinator:
     def _has_no_other(self, replaced: m.NodeName, ends: Pair) -> bool:
         """Whether the job would wait for a node if that one were replaced."""
         facts = self.facts
-        needed = facts.settings.policy == "wait" and replaced in facts.hosts
-        return needed and not facts.nodes.keys() - facts.hosts.keys() - set(ends) - set(facts.draining)
+        needed = facts.settings.policy == "wait" and replaced in facts.roles_by_node
+        return needed and not facts.nodes.keys() - facts.roles_by_node.keys() - set(ends) - set(
+            facts.draining
+        )
 
     def look_for_hangs(self) -> None:
         """Where nothing moves any more: who holds the others up, and another worker in its place."""
@@ -850,9 +859,9 @@ class RecoveryCoordinator:
         if self.progress.all_stepped:
             self.return_if_due()
             if not self.completion.released and isinstance(self.phase, Running):
-                kept_by_all = facts.let_go
+                kept_by_all = facts.departing
                 effects = self.draining.tick(facts, self.returning, self.now)
-                if facts.let_go != kept_by_all:
+                if facts.departing != kept_by_all:
                     self.tell_of_nodes()
                 self.do(*effects)
                 if shrinks:
@@ -904,7 +913,7 @@ class RecoveryCoordinator:
             return
         if self.unread():
             return
-        if facts.forgotten and not durable and not (facts.resumes or facts.settings.max_restarts):
+        if facts.forgotten and not durable and not (facts.script_resumes or facts.settings.max_restarts):
             self.end(1, ALL_IS_LOST)
             return
         facts.epoch = facts.next_epoch(self._recorded.values())
@@ -921,14 +930,14 @@ class RecoveryCoordinator:
         facts, phase = self.facts, self.phase
         if not isinstance(phase, Quiescing | Waiting):
             return
-        if facts.gone or not facts.all_reported():
+        if facts.disconnected or not facts.all_reported():
             return
         if self.watch.suspects_link:
             return  # what is decided should work
         if self.climb is not None and self._waits_for_ends():
             return
         facts.note_progress()
-        if facts.futile > strikes.TRIES:
+        if facts.attempts_without_progress > strikes.TRIES:
             reason, code, roles = self._last_failure
             self.begin_anew(Against(explain.in_vain(facts, reason, roles), code=code))
             return
@@ -974,7 +983,9 @@ class RecoveryCoordinator:
         ):
             self.end(1, explain.the_end(facts, outcome, problems))
             return
-        facts.height = max(facts.height, ladder.ALL_FROM_MEMORY)  # there is nothing for those rungs
+        facts.escalation_level = max(
+            facts.escalation_level, ladder.ALL_FROM_MEMORY
+        )  # there is nothing for those rungs
         self.climb = None
         self.begin_anew(Against(outcome.reason))
 
@@ -983,10 +994,10 @@ class RecoveryCoordinator:
         may live, and hold what is missing."""
         facts = self.facts
         # Of those who train while nobody hears them it is not known how far they have come.
-        nobody = facts.nodes.keys().isdisjoint(facts.hosts)
-        unknown = (facts.initial is not None or self._others_plan) and nobody
+        nobody = facts.nodes.keys().isdisjoint(facts.roles_by_node)
+        unknown = (facts.initial_version is not None or self._others_plan) and nobody
         if isinstance(outcome, Start):
-            older = outcome.version is None or outcome.version < facts.reached - 1
+            older = outcome.version is None or outcome.version < facts.newest_seen - 1
             bad = (facts.trained and older) or (unknown and outcome.origin != "memory")
         elif isinstance(outcome, Shortage):
             bad = False  # of workers: what the policy says

@@ -261,7 +261,7 @@ class Controller:
         known = facts.nodes.get(node.name)
         if known is not None:
             self._do(Close(known.peer))
-            node.sight.pulses = known.sight.pulses
+            node.liveness.pulses = known.liveness.pulses
         facts.add(node)
         self._epochs.watch.greeted(node.name)
         self._epochs.look_for_plan(epoch_of(node.greeted_with))
@@ -308,7 +308,7 @@ class Controller:
         nodes, session, now = self.facts.nodes, self._session, self._now
         for pulse in pulses:
             if pulse.session == session and (node := nodes.get(pulse.node)) is not None:
-                node.sight.pulse(now, pulse.number, pulse.stalled)
+                node.liveness.pulse(now, pulse.number, pulse.stalled)
 
     def _heard(self) -> None:
         """Somebody who knows the secret was heard."""
@@ -322,7 +322,7 @@ class Controller:
 
     def _receive(self, peer: Peer, message: m.Message) -> None:
         if (node := self.facts.peers.get(peer)) is not None:
-            node.sight.hear(self._now)
+            node.liveness.hear(self._now)
             self._on_agent(node, message)
         elif isinstance(message, m.AskStatus):
             epochs = self._epochs
@@ -371,7 +371,7 @@ class Controller:
             if isinstance(self.phase, Waiting):
                 self._epochs.decide_if_ready()
         elif not self._epochs.planned:
-            node.unheard.append(message)
+            node.messages_before_plan.append(message)
         else:
             self._hear(node)  # in the order in which it was said
             self._on_news(node, message)
@@ -444,10 +444,10 @@ class Controller:
                 self._told_to_end = {*(self._told_to_end & facts.nodes.keys()), node.name}
                 if not isinstance(self.phase, Rebuilding):  # or others are yet to be heard of
                     self._look_whether_all_leave()
-                self._to_dismiss |= {node.name} - facts.hosts.keys()
+                self._to_dismiss |= {node.name} - facts.roles_by_node.keys()
                 self._dismiss()
             case m.Left():
-                node.sight.leaves = True
+                node.liveness.leaves = True
                 self._termination.node_left(node.name, now)
             case m.RestoreFailed() | m.NoIdleWorker() | m.PausedAtStep():
                 pass  # of an epoch that is over
@@ -461,7 +461,7 @@ class Controller:
     def _hear(self, node: Node) -> None:
         """What was said before the plan was here, and with the greeting."""
         if self._epochs.planned:
-            said, node.unheard = node.unheard, []
+            said, node.messages_before_plan = node.messages_before_plan, []
             for message in said:
                 self._on_news(node, message)
 
@@ -519,13 +519,15 @@ class Controller:
             return
         # INV-13 (settings): no role trains before all use the same. The directory may be known only now: then
         # nobody has begun to train without what is in it.
-        durable = self._epochs.durable(facts.hosts)
-        begins = facts.initial is None and facts.start[1] != "durable" and not facts.started_over
+        durable = self._epochs.durable(facts.roles_by_node)
+        begins = (
+            facts.initial_version is None and facts.started_from[1] != "durable" and not facts.restart_epoch
+        )
         if durable is None or (begins and self._epochs.unread()):
             return
         if durable and begins:
             version = max(durable)
-            facts.start = version, "durable"
+            facts.started_from = version, "durable"
             reason = f"training starts from the durable checkpoint of step {version}"
             self._epochs.end_epoch("configured", reason, [])
             return
@@ -534,13 +536,13 @@ class Controller:
     def _look_whether_all_leave(self) -> None:
         """The job was told to end if all nodes were."""
         facts = self.facts
-        self._epochs.leaving |= bool(facts.hosts) and self._told_to_end == facts.nodes.keys()
+        self._epochs.leaving |= bool(facts.roles_by_node) and self._told_to_end == facts.nodes.keys()
 
     def _dismiss(self) -> None:
         """Nodes that were told to end, and that nobody needs, may; once nobody may obey another any more."""
         if not self._to_dismiss or self._now < self._epochs.settled or self._epochs.leaving:
             return
-        names, self._to_dismiss = sorted(self._to_dismiss - self.facts.hosts.keys()), set()
+        names, self._to_dismiss = sorted(self._to_dismiss - self.facts.roles_by_node.keys()), set()
         nodes = [node for name in names if (node := self.facts.nodes.get(name)) is not None]
         self._do(*(Send(node.peer, m.Shutdown(code=ENDED)) for node in nodes))
 
@@ -554,7 +556,7 @@ class Controller:
         # The job ends, or at least this machine, and what is left is the business of the next controller.
         self.facts.drop(node)
         self._do(Close(node.peer))
-        if self.facts.nodes.keys().isdisjoint(self.facts.hosts):
+        if self.facts.nodes.keys().isdisjoint(self.facts.roles_by_node):
             self._epochs.end(ENDED, "it was told to end (SIGTERM)")
         self._termination.end_later(name, self._now)
 

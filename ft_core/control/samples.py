@@ -23,7 +23,7 @@ class Samples:
 
     def begin(self, facts: ClusterState) -> list[Effect]:
         """Enter that an epoch has begun; later for the first, in which roles tell of their groups."""
-        state = facts.begun
+        state = facts.current_plan
         if not facts.groups.known:
             self._unknown[state.epoch] = state.version
         elif self._epoch != state.epoch:
@@ -31,7 +31,7 @@ class Samples:
             for epoch in sorted(set(self._unknown) - {state.epoch}):
                 self._ledger.epoch(epoch, self._unknown[epoch], _json(start))
             self._unknown.clear()
-            self._epoch, facts.entered = state.epoch, state.entered
+            self._epoch, facts.ledger_through = state.epoch, state.ledger_through
             self._ledger.epoch(state.epoch, state.version, _json(facts.groups.membership))
         return self._entered()
 
@@ -49,8 +49,8 @@ class Samples:
             problem = self._ledger.step({**when, **record, **about})
             if problem is not None:
                 effects.append(Record("ledger", facts.epoch, problem))
-            if each.epoch == self._epoch or each.step <= (facts.begun.version or 0):
-                facts.entered = max(facts.entered, each.step)
+            if each.epoch == self._epoch or each.step <= (facts.current_plan.version or 0):
+                facts.ledger_through = max(facts.ledger_through, each.step)
         self._waiting.clear()
         return effects + self._entered()
 

@@ -53,7 +53,7 @@ class ScriptSettings:
 
     def used_by_all(self, facts: ClusterState) -> bool:
         """Whether somebody waits, and the agents of all roles use the settings."""
-        playing = (facts.nodes.get(name) for name in facts.hosts)
+        playing = (facts.nodes.get(name) for name in facts.roles_by_node)
         return bool(self.asking) and all(
             node is not None and node.holdings.configured == self.values for node in playing
         )
@@ -72,7 +72,7 @@ def answer(question: Configure, error: str = "") -> ConfigureAnswer:
 
 def spares_started(facts: ClusterState) -> int:
     """Those that `ftrun` has started, or that have joined since."""
-    return max(facts.settings.spares, len(facts.nodes.keys() - facts.hosts.keys()))
+    return max(facts.settings.spares, len(facts.nodes.keys() - facts.roles_by_node.keys()))
 
 
 def warn_of_spares(facts: ClusterState, started: int) -> None:

@@ -273,14 +273,14 @@ class EpochExecutor:
             self.do(DropAfter(NONE))  # what is held of the same version may be of another past
         elif plan.version is not None:
             self.do(DropAfter(plan.version))
-        elif plan.started_over == self.epoch:
+        elif plan.restart_epoch == self.epoch:
             self.do(DropAfter(NONE))
             self.said.keep_only(())
         here = self.roles_here()
         self._taken = set() if first else (set(here) - set(before)) & set(plan.newcomers)
         self._say_what_is_taken_over()
         # Who has started ahead is of no use where all scripts begin anew.
-        self._withdraw_all_but(() if plan.started_over == self.epoch else here)
+        self._withdraw_all_but(() if plan.restart_epoch == self.epoch else here)
         told = self._worker_plan(plan)
         self.do(*self.ready.epoch_begins(told, here))
         adopted = self._adopted_here()
@@ -358,7 +358,7 @@ class EpochExecutor:
             self._worker_plan(plan),
             origin="memory",
             counterparts=message.counterparts,
-            standing_in=message.standing_in,
+            surrogates=message.surrogates,
             completed=message.completed,
         )
         for role in message.roles:

@@ -337,7 +337,7 @@ class Agent:
         self._do(*(ToWorker(worker.number, message) for worker in self.crew.playing()))
 
     def _connected_worker(self, worker: Worker) -> None:
-        if worker.meant_for >= 0:
+        if worker.target_role >= 0:
             self.epochs.prepare_standby(worker)
             return
         worker.doing = WorkerState.IDLE
@@ -473,7 +473,7 @@ class Agent:
     def _worker_ended(self, event: WorkerEnded) -> None:
         worker, code = self.crew.remove(event.worker), event.code
         self._asking.pop(event.worker, None)
-        if worker.meant_for >= 0:
+        if worker.target_role >= 0:
             self.epochs.ready.ended(worker, in_words(code), self._now)
             if worker.needed:  # in the place of whom it would have taken
                 self._start(-1)

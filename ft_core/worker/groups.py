@@ -84,7 +84,7 @@ class Groups:
     def fill_the_ledger(self, adapter: Adapter) -> None:
         """Tell again of steps that the ledger does not have: who was to tell of them may be lost, all at
         once. The state of the version that the epoch begins from is there."""
-        version, entered = self._plan.version or 0, self._plan.entered
+        version, entered = self._plan.version or 0, self._plan.ledger_through
         if entered < version and self._own in tellers(self.membership.taking_part(version + 1)):
             for step, dealt in adapter.dealt_after(entered, self.membership):
                 self._tell(step, dealt)

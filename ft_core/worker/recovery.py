@@ -175,7 +175,7 @@ class Recovery:
         if machine.epoch > 1:
             shell.point("recovery")
         timeline.mark("waiting for state")
-        apart = machine.plan.apart
+        apart = machine.plan.detached
         state = shell.wait_while(Restoring)
         if apart:
             self._ahead.takes_over()

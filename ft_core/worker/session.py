@@ -209,7 +209,7 @@ class Session:
         self._began_at = version
         about_role = adapter, redo, self._about_ahead
         self._recovery = recovery = Recovery(self._shell, self.groups, *about_role)
-        if self._plan.apart:
+        if self._plan.detached:
             recovery.prepare()
         about = version, list(adapter.ring), resumes, adapter.replica_group, self._shell.recorded()
         self._shell.handle(e.Registers(m.Registered(*about)))
@@ -275,14 +275,14 @@ class Session:
     @property
     def started_over(self) -> bool:
         """Whether the job has fallen back to what its script makes when it is started again."""
-        return bool(self._plan.started_over)
+        return bool(self._plan.restart_epoch)
 
     def printed(self, text: str, roles: Iterable[int] = ()) -> bool:
         """Whether a worker that has played this role before has printed `text` of late, or any of `roles`.
 
         As far as its output can be seen here: the job directory is shared, or the node the same.
         """
-        since = self._plan.started_over
+        since = self._plan.restart_epoch
         others = [path for role in roles for path in played(self.job_dir / "logs", role, since)]
         return printed(text, [*self.predecessors, *others])
 

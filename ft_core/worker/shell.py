@@ -107,7 +107,7 @@ class WorkerShell:
 
     def point(self, name: str) -> None:
         """A place where a failure may be injected."""
-        if self.injector.armed and not self.machine.plan.apart:
+        if self.injector.armed and not self.machine.plan.detached:
             self.injector.point(self.machine.role, name, self.version)
 
     def failed(self, failure: m.ScriptFailed) -> None:

@@ -23,7 +23,7 @@ def worker_plan(epoch: int = 1, **more: Any) -> m.WorkerPlan:
         origin="initial",
         completed={},
         parts=[],
-        started_over=0,
+        restart_epoch=0,
         counterparts=m.Counterparts(()),
         adopting=False,
         newcomers=[],
@@ -32,7 +32,7 @@ def worker_plan(epoch: int = 1, **more: Any) -> m.WorkerPlan:
         lr_intervention="sqrt",
         snapshot="lean",
         began_with=m.BeganWith(2, 1, 2),
-        entered=0,
+        ledger_through=0,
     )
     if "absent" in more:
         more["counterparts"] = compact.counterparts(more.pop("absent"))
@@ -55,21 +55,21 @@ def job_plan(roles: dict[int, str], epoch: int = 1, **more: Any) -> m.Plan:
         sources={},
         completed={},
         parts=[],
-        resumes=False,
-        started_over=0,
+        script_resumes=False,
+        restart_epoch=0,
         counterparts=m.Counterparts(()),
         adopting=False,
         newcomers=[],
         groups=m.ReplicaGroups([], m.Redundancy.SHARDED, m.MembershipChanges(0)),
         catalogue=m.Catalogue([], {}),
-        initial=None,
-        reached=0,
-        futile=0,
-        goal=0,
-        height=0,
-        furthest=0,
-        entered=0,
-        start=(None, "initial"),
+        initial_version=None,
+        newest_seen=0,
+        attempts_without_progress=0,
+        progress_mark=0,
+        escalation_level=0,
+        furthest_step=0,
+        ledger_through=0,
+        started_from=(None, "initial"),
     )
     return msgspec.structs.replace(found, **more)
 
@@ -107,6 +107,6 @@ def plan_of(
         master=master,
         groups=Groups(settings.start).value(),
         catalogue=compact.catalogue({role: {segment(role): str(role)} for role in roles}),
-        initial=0,
+        initial_version=0,
     )
     return node_plan(found)

@@ -543,7 +543,7 @@ def test_a_standby_takes_the_device_of_whom_it_stands_in_for():
 
 
 def test_scripts_that_start_over_keep_nothing(training: Node):
-    training.hear(plan(2, started_over=2))
+    training.hear(plan(2, restart_epoch=2))
     assert e.DropAfter(-1) in training.done
     assert not training.greeting().said
 

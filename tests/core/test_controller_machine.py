@@ -927,12 +927,12 @@ def test_a_second_node_dies_in_the_recovery() -> None:
 def test_a_spare_dies_and_nobody_stops() -> None:
     job = ControlPlane(nodes=2, spares=1)
     job.all_step(1)
-    kept = job.controller.facts.begun
+    kept = job.controller.facts.current_plan
     effects = lose(job, "node2")
     assert {n.nodes["node2"] for n in sent(effects, NodesChanged).values()} == {None}
     assert job.records_of("spare_lost") and job.phase == "running"
     assert "node2" in kept.nodes, "what was sent is not changed"
-    assert job.controller.facts.begun == replace(kept, nodes=job.controller.facts.begun.nodes)
+    assert job.controller.facts.current_plan == replace(kept, nodes=job.controller.facts.current_plan.nodes)
 
 
 # -- a worker dies -------------------------------------------------------------------------------------
@@ -1026,7 +1026,7 @@ def test_a_successor_takes_over_what_an_agent_has_kept() -> None:
     tell(job)
     job.wait(0.1)
     assert job.phase == "running" and not job.records_of("detected")
-    assert job.controller.facts.begun == before.begun
+    assert job.controller.facts.current_plan == before.current_plan
     assert job.records_of("controller_restarted")
     job["node0"].say(job["node0"].crash(0))
     job.all_report()
@@ -1423,7 +1423,7 @@ def test_where_a_newcomers_script_begins_is_not_where_the_job_did() -> None:
     job = ControlPlane()
     job.all_step(1)
     job["node0"].say(replace(job["node0"].layouts[0], initial=6))
-    assert job.controller.facts.initial == 0 and job.controller.facts.trained
+    assert job.controller.facts.initial_version == 0 and job.controller.facts.trained
 
 
 @pytest.mark.parametrize("version", [6, 1])
@@ -1495,7 +1495,7 @@ def test_a_replica_group_comes_back_between_two_steps() -> None:
     prepare = sent(job["node0"].say(OperationCounts(role=0, counts={"0-1:1#0": 3})), Prepare)[spare.peer]
     assert (
         prepare.roles == [1]
-        and prepare.standing_in.expanded() == {1: 0}
+        and prepare.surrogates.expanded() == {1: 0}
         and prepare.counterparts.expanded() == {}
     )
     assert prepare.completed == {"0-1:1#0": (3, 0)}
@@ -1567,7 +1567,7 @@ def test_a_group_is_lost_before_anybody_has_trained_anew() -> None:
     assert job.records_of("starting_over")
     job["node1"].say(job["node1"].crash(1))
     job.all_report()
-    assert job.controller.facts.started_over and job.phase == "running"
+    assert job.controller.facts.restart_epoch and job.phase == "running"
     lose(job, "node1")
     job.all_report()
     assert job.phase == "waiting" and "not been copied yet" in job.records_of("waiting")[0].reason
@@ -1664,7 +1664,7 @@ def test_who_has_left_while_another_waits_is_found() -> None:
 def test_a_pulse_counts_once_for_a_node_that_is_there_and_for_this_controller() -> None:
     job = ControlPlane(nodes=2)
     job.all_step(1)
-    sight = job.controller.facts.nodes["node0"].sight
+    sight = job.controller.facts.nodes["node0"].liveness
     session = job.controller._session
 
     def pulse(session: str, node: str, number: int) -> None:
@@ -1680,9 +1680,9 @@ def test_a_pulse_counts_once_for_a_node_that_is_there_and_for_this_controller() 
         pulse(session, "node0", number)
     assert sight.pulsed == first < job.now
     job["node0"].greet()
-    assert job.controller.facts.nodes["node0"].sight.pulses == 5, "of the same controller"
+    assert job.controller.facts.nodes["node0"].liveness.pulses == 5, "of the same controller"
     pulse(session, "node0", 6)
-    assert job.controller.facts.nodes["node0"].sight.pulsed == job.now
+    assert job.controller.facts.nodes["node0"].liveness.pulsed == job.now
 
 
 def test_all_come_to_the_end() -> None:

@@ -54,7 +54,7 @@ def start(job: ControlPlane, role: int, on: str) -> list[Effect]:
         for each in [each for each in agent.workers if job.controller.facts.places.get(each) == agent.name]:
             agent.say(OperationCounts(role=each, counts={ALL: 3}))
     prepare = next(message for message in reversed(job[on].heard) if isinstance(message, Prepare))
-    assert prepare.roles == [role] and prepare.standing_in.expanded() == {role: role}
+    assert prepare.roles == [role] and prepare.surrogates.expanded() == {role: role}
     assert prepare.completed == {ALL: (3, 0)} and prepare.counterparts.expanded() == {}
     job[on].workers[role], job[on].idle = next(job.pids), job[on].idle - 1
     return job[on].say(Prepared(role=role, counts={ALL: 3}))
@@ -120,7 +120,7 @@ def test_roles_move_between_two_steps_and_then_the_node_ends() -> None:
     assert plan.version == 1 and plan.newcomers == [1]
     assert job.records_of("decided")[-1].more["moved"] == {1: "node2"}
     assert job["node2"].plan is not None and job["node2"].plan.sources[1], "node1 has what it goes on from"
-    assert not job.records_of("detected") and job.controller.facts.futile == 0
+    assert not job.records_of("detected") and job.controller.facts.attempts_without_progress == 0
     job.all_step(2)
     effects = job.wait(0.1)
     assert sent(effects, NodesChanged)[job["node0"].peer].nodes == {"node1": None}

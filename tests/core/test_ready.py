@@ -233,7 +233,7 @@ def test_a_standby_serves_while_the_job_is_what_it_was():
     worker = Worker(1, 0, initial=5, began_with=began)
     assert serves(worker, worker_plan(2, version=6, origin="memory"))
     assert not serves(worker, worker_plan(2, version=4, origin="memory")), "its script is further"
-    assert not serves(worker, worker_plan(2, version=6, origin="memory", started_over=2))
+    assert not serves(worker, worker_plan(2, version=6, origin="memory", restart_epoch=2))
     assert not serves(worker, worker_plan(2, version=6, origin="memory", absent={1: 0}))
 
 

@@ -81,8 +81,8 @@ def test_a_standby_counts_once_it_has_the_memory_of_its_gradients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From then on it is not ended with the epoch: all would wait for what it still does."""
-    apart = {"origin": "memory", "standing_in": Counterparts(((0, "0"),)), "store": ""}
-    agent, adapter, done = Answering(tmp_path, **apart), Trained(), []
+    detached = {"origin": "memory", "surrogates": Counterparts(((0, "0"),)), "store": ""}
+    agent, adapter, done = Answering(tmp_path, **detached), Trained(), []
     handle = agent.shell.handle
     monkeypatch.setattr(agent.shell, "handle", lambda event: (done.append(type(event)), handle(event)))
     monkeypatch.setattr(adapter, "reset", lambda: done.append("reset"))

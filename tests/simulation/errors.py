@@ -130,7 +130,7 @@ class Errors:
         facts = controller.machine.facts
         for failure in self._failures:
             failure.decided |= failure.role in moved
-        used = set(facts.begun.roles.values()) | self.job.drained
+        used = set(facts.current_plan.roles.values()) | self.job.drained
         spare = [n for n in facts.nodes.values() if n.name not in used and n.idle > 0]
         others = [node.name for node in spare if self._against(_machine(node.name), 2 * _SLACK) == 0]
         lost = Counter(before[role] for role in moved if role in before)

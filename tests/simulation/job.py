@@ -413,7 +413,7 @@ class SimJob:
         if said and not self.storage.complete():
             self.training.least = 0  # what a former job has left is damaged, and it is said
         if event.event in ("state_restored", "resumed", "communicators_ready"):
-            plan = controller.machine.facts.begun
+            plan = controller.machine.facts.current_plan
             of = set(plan.roles) - set(plan.newcomers if event.event == "communicators_ready" else ())
             if missing := [r for r in sorted(of) if (event.event, event.epoch, r) not in self.achieved]:
                 raise Invariant.EVENTS.broken(
@@ -439,7 +439,7 @@ class SimJob:
             self._check_blame(controller, event)
         if event.event == "controller_restarted":  # what its predecessor decided last nobody may have heard
             self._places = dict(controller.machine.facts.places)
-            self.training.takes_over(controller.machine.facts.begun.epoch)
+            self.training.takes_over(controller.machine.facts.current_plan.epoch)
         if event.event == "decided":
             self._decided(controller, event)
             self.errors.decided(controller, moved(event), self._places)
@@ -467,7 +467,7 @@ class SimJob:
             self.drained.add(event.more["node"])
         elif event.event in ("drained", "not_drained") and leads:
             self.drained.discard(event.more["node"])
-        if event.event == "drained" and (roles := facts.hosts.get(event.more["node"])):
+        if event.event == "drained" and (roles := facts.roles_by_node.get(event.more["node"])):
             raise Invariant.DRAINS.broken(f"{event.more['node']} is let go, and plays roles {roles}")
         if event.event == "moving":
             self._moving = event.epoch
@@ -578,7 +578,7 @@ class SimJob:
     def _spoken_for(self, node: SimNode, controller: SimController) -> bool:
         """Whether somebody is sure to say that it can be reached."""
         facts, since = controller.machine.facts, self.world.now - _ANSWER
-        heard = facts.nodes.keys() - facts.gone  # who has hung up speaks for nobody any more
+        heard = facts.nodes.keys() - facts.disconnected  # who has hung up speaks for nobody any more
         return any(
             self.network.joined(node.machine_name, other.machine_name, since) and not self._in_trouble(other)
             for other in self.live()
@@ -589,7 +589,7 @@ class SimJob:
 
     def _check_blame(self, controller: SimController, event: ev.Record) -> None:
         """Nobody is replaced who is well."""
-        plan = controller.machine.facts.begun
+        plan = controller.machine.facts.current_plan
         for role in event.roles:
             node = self.named(plan.roles[role])
             there = list(node.workers.values()) if node else []
@@ -604,7 +604,7 @@ class SimJob:
         version, training, lost = event.more["version"], self.training, self._lost()
         content: Content | None = None
         if event.more["origin"] == "durable":
-            plan = controller.machine.facts.begun
+            plan = controller.machine.facts.current_plan
             if plan.durable not in self.storage.complete():
                 raise Invariant.DURABLE.broken(
                     f"epoch {event.epoch} goes on from {plan.durable}, which is not complete",

@@ -119,7 +119,7 @@ def any_step_is_progress() -> None:
     def mutated(self: RecoveryCoordinator, message: Any) -> None:
         progressed(self, message)
         if isinstance(message, m.Stepped):
-            self.facts.futile = 0
+            self.facts.attempts_without_progress = 0
 
     RecoveryCoordinator.progressed = mutated  # type: ignore[method-assign]
 
@@ -375,7 +375,7 @@ def where_scripts_begin_is_unknown() -> None:
 
     def mutated(self: ClusterState, message: m.RoleLayout) -> None:
         lay_out(self, message)
-        self.begins_at = 0
+        self.script_start_version = 0
 
     ClusterState.lay_out = mutated  # type: ignore[method-assign]
 
@@ -455,7 +455,7 @@ def steps_that_nobody_told_of_stay_unknown() -> None:
     original = plans.make
 
     def mutated(facts: ClusterState, start: decision.Start, name: str, job: str) -> m.Plan:
-        return replace(original(facts, start, name, job), entered=start.version or 0)
+        return replace(original(facts, start, name, job), ledger_through=start.version or 0)
 
     plans.make = mutated
 
@@ -476,7 +476,7 @@ def a_step_that_is_done_again_is_progress() -> None:
     original = ClusterState.note_progress
 
     def mutated(self: ClusterState) -> None:
-        self.furthest = min(self.furthest, self.reached - 1)
+        self.furthest_step = min(self.furthest_step, self.newest_seen - 1)
         original(self)
 
     ClusterState.note_progress = mutated  # type: ignore[method-assign]

@@ -91,7 +91,7 @@ class Training:
     def join(self, worker: SimWorker, kind: str, number: int, members: frozenset[int]) -> Exchange:
         """A role takes part in a collective of its epoch; `complete` once all have."""
         assert worker.plan is not None and worker.role is not None
-        if worker.plan.apart:
+        if worker.plan.detached:
             raise Invariant.ONE_WORKER.broken(
                 f"{worker.name} joins {kind}, and another worker plays role {worker.role}",
             )

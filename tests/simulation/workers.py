@@ -119,7 +119,7 @@ class SimWorker(Process):
     @property
     def plays(self) -> bool:
         """Whether it has a role, and has not merely started one ahead of need."""
-        return self.role is not None and not self.plan.apart
+        return self.role is not None and not self.plan.detached
 
     @property
     def epoch(self) -> int:
@@ -281,7 +281,7 @@ class SimWorker(Process):
                 if self.node.job.diverges:
                     yield from self._raise(m.Fault.DIVERGED)
                 done = self.node.job.has_record(holder, number)
-            elif self.plan.apart:
+            elif self.plan.detached:
                 yield from self._raise()
             else:
                 exchange = self.training.join(self, "start", -1 - number, self.members)
@@ -491,7 +491,7 @@ class SimWorker(Process):
 
     def _fill_the_ledger(self) -> None:
         """As `ft_core.worker.groups`."""
-        entered, version = self.plan.entered, self.plan.version or 0
+        entered, version = self.plan.ledger_through, self.plan.version or 0
         if entered < version and self.node.job.tells(self.role, self.membership.taking_part(version + 1)):
             for step, dealt in self.deal.entries_after(entered, self.membership):
                 self._tell(step, dealt)

@@ -149,13 +149,14 @@ def decide(
         else:
             chosen = _choose(facts, roles, places, durable)
     except Unrecoverable as error:
-        return from_the_scripts_checkpoint(str(error), there_is_one=facts.resumes)
+        return from_the_scripts_checkpoint(str(error), there_is_one=facts.script_resumes)
     if isinstance(chosen, AskStorage):
         return chosen
-    if chosen.version is not None and chosen.version < facts.begins_at:
+    if chosen.version is not None and chosen.version < facts.script_start_version:
         reason = (
-            f"The script, started again, begins with its own checkpoint of step {facts.begins_at}, and the "
-            f"newest state that every role could go on from is of step {chosen.version}."
+            "The script, started again, begins with its own checkpoint of step "
+            f"{facts.script_start_version}, and the newest state that every role could go on from is of "
+            f"step {chosen.version}."
         )
         return from_the_scripts_checkpoint(reason, there_is_one=True)
     if chosen.origin == "initial" and (bare := _never_copied(facts, roles, chosen.sources)):
@@ -171,7 +172,11 @@ def decide(
 
 def _takers(facts: ClusterState, places: Places, lost: Collection[int]) -> Iterator[Node]:
     """The nodes that have room for roles."""
-    capacity, hosts, homes = facts.settings.nproc_per_node, facts.hosts, {places[role] for role in lost}
+    capacity, hosts, homes = (
+        facts.settings.nproc_per_node,
+        facts.roles_by_node,
+        {places[role] for role in lost},
+    )
     for name, node in facts.nodes.items():
         if name in homes or len(hosts.get(name, ())) < capacity or facts.groups.withdrawn:
             yield node
@@ -182,10 +187,10 @@ def can_be_spared(facts: ClusterState, name: str) -> bool:
 
     def suffice(nodes: Iterable[Node]) -> bool:
         reports = [_as_of_beats(node, facts) for node in nodes]
-        about = facts.places, facts.initial, ()
+        about = facts.places, facts.initial_version, ()
         try:
             choice = decision.choose_version(
-                reports, *about, reached=facts.reached, catalogue=facts.catalogue
+                reports, *about, reached=facts.newest_seen, catalogue=facts.catalogue
             )
         except Unrecoverable:
             return False
@@ -211,7 +216,7 @@ def _as_of_beats(node: Node, facts: ClusterState) -> decision.NodeReport:
 
 def older_than_promised(facts: ClusterState, version: int | None) -> bool:
     """Whether more than one finished step would be done again."""
-    return facts.initial is not None and (version or 0) < facts.reached - 1
+    return facts.initial_version is not None and (version or 0) < facts.newest_seen - 1
 
 
 @dataclass(frozen=True)
@@ -224,17 +229,17 @@ class _Choice:
 def _choose(facts: ClusterState, roles: Places, places: Places, durable: Durable) -> _Choice | AskStorage:
     """What to go on from. Raises Unrecoverable."""
     nodes = frozenset(roles.values())
-    if facts.initial is None:
+    if facts.initial_version is None:
         return _as_begun(facts, nodes, durable)
     known, adopted = _segments(facts, roles, places), facts.groups.adopted(roles)
     choose = partial(
         decision.choose_version,
         [node.holdings.report for node in facts.nodes.values()],
         [*roles, *adopted],
-        facts.initial,
+        facts.initial_version,
         placements=roles,
         previous=facts.places,
-        reached=facts.reached,
+        reached=facts.newest_seen,
         catalogue=known,
         adopters={role: roles[by] for role, by in adopted.items()},
     )
@@ -247,7 +252,7 @@ def _choose(facts: ClusterState, roles: Places, places: Places, durable: Durable
         choice is None
         or choice.origin != "memory"
         or older_than_promised(facts, choice.version)
-        or facts.nodes.keys().isdisjoint(facts.hosts)
+        or facts.nodes.keys().isdisjoint(facts.roles_by_node)
     ):
         if (found := _durable(facts, nodes, durable)) is None:
             return AskStorage(nodes)
@@ -260,14 +265,16 @@ def _choose(facts: ClusterState, roles: Places, places: Places, durable: Durable
 
 def _as_begun(facts: ClusterState, nodes: frozenset[str], durable: Durable) -> _Choice | AskStorage:
     """Nobody who is left has ever reached training: start-up goes on towards what it was begun with."""
-    version, origin = facts.start
+    version, origin = facts.started_from
     if facts.forgotten:
         if (found := _durable(facts, nodes, durable)) is None:
             return AskStorage(nodes)
         if not found:
             raise Unrecoverable(ALL_IS_LOST)
         return _Choice(max(found), "durable", {})
-    if origin == "initial" and facts.nodes.keys().isdisjoint(facts.hosts):  # they may have trained, unheard
+    if origin == "initial" and facts.nodes.keys().isdisjoint(
+        facts.roles_by_node
+    ):  # they may have trained, unheard
         if (found := _durable(facts, nodes, durable)) is None:
             return AskStorage(nodes)
         if found:

@@ -45,22 +45,22 @@ def make(facts: ClusterState, start: Start, name: str, job: str) -> Plan:
         sources={role: held for role, held in start.sources.items() if held},
         completed=dict(facts.records.done()),
         parts=facts.parts,
-        resumes=facts.resumes,
-        started_over=facts.started_over,
+        script_resumes=facts.script_resumes,
+        restart_epoch=facts.restart_epoch,
         counterparts=compact.counterparts(facts.groups.absent(start.roles)),
         adopting=facts.groups.adopting,
         newcomers=sorted(start.lost),
         groups=facts.groups.value(),
         catalogue=facts.compact_catalogue(),
-        initial=facts.initial,
-        reached=facts.reached,
-        futile=facts.futile,
-        goal=facts.goal,
-        height=facts.height,
-        furthest=facts.furthest,
+        initial_version=facts.initial_version,
+        newest_seen=facts.newest_seen,
+        attempts_without_progress=facts.attempts_without_progress,
+        progress_mark=facts.progress_mark,
+        escalation_level=facts.escalation_level,
+        furthest_step=facts.furthest_step,
         # A job does not tell what was trained before a durable checkpoint: that may be another job's.
-        entered=min(facts.entered, version) if start.origin == "memory" else version,
-        start=facts.start,
+        ledger_through=min(facts.ledger_through, version) if start.origin == "memory" else version,
+        started_from=facts.started_from,
     )
 
 
@@ -97,21 +97,21 @@ def prepare(state: Plan, roles: Places, records: Records) -> dict[str, Prepare]:
 
     `records`: of those who train.
     """
-    standing_in = compact.counterparts({role: state.absent.get(role, role) for role in roles})
+    surrogates = compact.counterparts({role: state.absent.get(role, role) for role in roles})
     others = compact.counterparts({role: other for role, other in state.absent.items() if role not in roles})
     needed = records.needed(roles, state.absent.keys())
     for role in roles.keys() - state.absent.keys():  # its worker of now has all on record, the next nothing
         needed.setdefault(roles[role], {}).update(records.of_groups_with(role))
     return {
-        name: Prepare(state.epoch, starting, others, standing_in, needed.get(name, {}))
+        name: Prepare(state.epoch, starting, others, surrogates, needed.get(name, {}))
         for name, starting in by_node(roles).items()
     }
 
 
 def nodes_changed(facts: ClusterState) -> tuple[Plan, NodesChanged] | None:
     """Whether nodes without a role have come or gone since the plan: it as it is now, and what to tell."""
-    state, hosts = facts.begun, facts.hosts
-    here = {node.name: node.address for node in facts.nodes.values() if node.name != facts.let_go}
+    state, hosts = facts.current_plan, facts.roles_by_node
+    here = {node.name: node.address for node in facts.nodes.values() if node.name != facts.departing}
     changes: dict[str, NodeAddress | None] = {
         name: about for name, about in here.items() if state.nodes.get(name) != about
     }

@@ -154,8 +154,8 @@ class ClusterHoldings:
 
 def held(facts: ClusterState, last: Last) -> ClusterHoldings:
     """What is held now."""
-    plan = facts.begun
-    version = (facts.initial or 0) if plan.version is None else plan.version
+    plan = facts.current_plan
+    version = (facts.initial_version or 0) if plan.version is None else plan.version
     return ClusterHoldings(
         facts.settings.replicas, version, present(facts), plan.roles, facts.catalogue_now(), last
     )

@@ -35,8 +35,8 @@ def ask(facts: ClusterState, phase: Rebuilding, now: float) -> list[Effect]:
 
 def found(facts: ClusterState, progress: Progress) -> Found:
     """How far the epoch under way is."""
-    plan, nodes = facts.begun, facts.playing()
-    base = (facts.initial or 0) if plan.version is None else plan.version
+    plan, nodes = facts.current_plan, facts.nodes_with_roles()
+    base = (facts.initial_version or 0) if plan.version is None else plan.version
     versions = [v for node in nodes for held in node.holdings.roles.values() for v in held.versions]
     step = max((beat.step_s for node in nodes for beat in node.beats.values()), default=0.0)
     newest = max([base, *versions])
@@ -52,24 +52,24 @@ def share(facts: ClusterState) -> float:
 def complete(facts: ClusterState, phase: Rebuilding, arriving: int, now: float) -> bool:
     """Whether it has heard from everybody, spares with their copies included, or it is clear who does not
     come."""
-    missing = facts.begun.nodes.keys() - facts.nodes.keys()
+    missing = facts.current_plan.nodes.keys() - facts.nodes.keys()
     if not missing:
         return True
     quiet, limit = now - phase.heard_at, facts.settings.silence_limit
     waits = arriving and quiet <= limit
     rest = max(QUIET, min(phase.heard_at - phase.began, limit))
-    if len({facts.begun.nodes[name].domain for name in missing}) > facts.settings.replicas:
+    if len({facts.current_plan.nodes[name].domain for name in missing}) > facts.settings.replicas:
         rest = limit  # without them something would be lost
     return now - phase.began > GRACE and quiet > rest and not waits
 
 
 def unbegun(facts: ClusterState, plan: Plan) -> bool:
     """Whether a node has yet to begin the plan: what its roles go on from only the former controller knew."""
-    return any(node.begun != plan.id for node in facts.playing())
+    return any(node.applied_plan != plan.id for node in facts.nodes_with_roles())
 
 
 def dead(facts: ClusterState, plan: Plan) -> list[int]:
     """Roles without a worker. Nodes that have not begun the plan are sent it, and give its newcomers some."""
-    behind = {node.name for node in facts.nodes.values() if node.begun != plan.id}
+    behind = {node.name for node in facts.nodes.values() if node.applied_plan != plan.id}
     given = {role for role in plan.newcomers if plan.roles.get(role) in behind}
     return [role for role, node in plan.roles.items() if role not in given and not facts.alive(role, node)]

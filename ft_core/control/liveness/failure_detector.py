@@ -80,8 +80,8 @@ class FailureDetector:
 
     def disconnected(self, node: Node, now: float) -> None:
         """Its connection has ended."""
-        node.sight.breaks(now, self._round + 1)
-        self._facts.gone.add(node.name)
+        node.liveness.breaks(now, self._round + 1)
+        self._facts.disconnected.add(node.name)
 
     def probed(self, witness: Node, answer: NodesProbed) -> bool:
         """A node says which others it reaches. Returns whether one has ended, by that, whose connection
@@ -90,8 +90,8 @@ class FailureDetector:
         ended = False
         for name, reach in answer.reach.items():
             if (node := self._facts.nodes.get(name)) is not None:
-                node.sight.answered(witness.name, reach, answer.round)
-                ended |= bool(node.sight.ended)
+                node.liveness.answered(witness.name, reach, answer.round)
+                ended |= bool(node.liveness.ended)
             elif reach == "refused":
                 self._missed.pop(name, None)  # its machine is there, and its process is not
         return ended
@@ -101,17 +101,17 @@ class FailureDetector:
     def lost(self, running: bool, now: float) -> list[tuple[Node, str]]:
         """Nodes that are lost, and why."""
         facts, bound = self._facts, self._facts.settings.silence_limit
-        quiet = [node for node in self._silent(now) if not node.sight.lively(now, bound)]
+        quiet = [node for node in self._silent(now) if not node.liveness.lively(now, bound)]
         if not quiet:
             return []
-        busy = facts.hosts if running else {}
-        asked = any(node.sight.answers and node.sight.gone_since is None for node in quiet)
+        busy = facts.roles_by_node if running else {}
+        asked = any(node.liveness.answers and node.liveness.gone_since is None for node in quiet)
         witnesses = self._witnesses(now) if asked else set()
         found = []
         for node in quiet:
             lived = self._steps.lived if node.name in busy else -math.inf
             doubted = bool(self.doubting - {node.name})
-            if why := node.sight.lost(now, lived, bound, doubted, witnesses):
+            if why := node.liveness.lost(now, lived, bound, doubted, witnesses):
                 found.append((node, why))
         return found
 
@@ -119,8 +119,8 @@ class FailureDetector:
         """Those of which some may be silent now, or gone."""
         nodes, bound = self._facts.nodes, self._facts.settings.silence_limit
         if now - self._quiet[0] >= LOOK * bound:
-            self._quiet = now, [name for name, node in nodes.items() if not node.sight.lively(now, bound)]
-        names = dict.fromkeys([*self._quiet[1], *sorted(self._facts.gone)])
+            self._quiet = now, [name for name, node in nodes.items() if not node.liveness.lively(now, bound)]
+        names = dict.fromkeys([*self._quiet[1], *sorted(self._facts.disconnected)])
         return [node for name in names if (node := nodes.get(name)) is not None]
 
     def questions(self, now: float) -> list[Effect]:
@@ -128,8 +128,8 @@ class FailureDetector:
         bound = self._facts.settings.silence_limit
         asked: dict[NodeName, dict[NodeName, str]] = {}
         for node in self._silent(now):
-            if node.sight.doubtful(now, bound):
-                node.sight.asked = now
+            if node.liveness.doubtful(now, bound):
+                node.liveness.asked = now
                 for witness in self._witnesses_of(node.name, now):
                     asked.setdefault(witness, {})[node.name] = node.hello.data
         return self._ask(asked)
@@ -141,7 +141,7 @@ class FailureDetector:
             self._names = now, sorted(nodes)
 
         def speaks(other: NodeName) -> bool:
-            return (node := nodes.get(other)) is not None and node.sight.lively(now, bound)
+            return (node := nodes.get(other)) is not None and node.liveness.lively(now, bound)
 
         return chosen(name, self._names[1], speaks)
 
@@ -155,14 +155,14 @@ class FailureDetector:
     def _witnesses(self, now: float) -> set[NodeName]:
         """Those that are heard themselves."""
         bound = self._facts.settings.silence_limit
-        return {name for name, node in self._facts.nodes.items() if node.sight.lively(now, bound)}
+        return {name for name, node in self._facts.nodes.items() if node.liveness.lively(now, bound)}
 
     def question_links(self, now: float) -> list[Effect]:
         """To the nodes of the plan, about each other, where connections broke and no step finishes."""
         if not self.suspects_link:
             return []
         nodes = self._facts.nodes
-        concerned = set(self._facts.begun.nodes) & set(nodes)
+        concerned = set(self._facts.current_plan.nodes) & set(nodes)
         sound = concerned <= self._witnesses(now)
         asked = self.links.tick(concerned, self.doubting, sound, self._steps.newest, now)
         return self._ask(
@@ -186,7 +186,7 @@ class FailureDetector:
         if now - self._asked < ASK:
             return []
         self._asked = now
-        known = self._facts.begun.nodes
+        known = self._facts.current_plan.nodes
         asked: dict[NodeName, dict[NodeName, str]] = {}
         for name in sorted(set(names) & set(known)):  # a spare is forgotten with its address
             for witness in self._witnesses_of(name, now):

@@ -165,7 +165,7 @@ def nodes(facts: ClusterState, now: float, struck: bool) -> Iterator[NodesStatus
             here.add(where := place(name))
             strikes = against.get(where, [])
             if strikes or not struck:
-                found = facts.hosts.get(name, [])
+                found = facts.roles_by_node.get(name, [])
                 row = name, node.hello.domain, True, found, node.idle, strikes, where in avoided
                 yield NodeStatus(*row, draining=name in facts.draining)
 
@@ -235,7 +235,7 @@ def _roles(facts: ClusterState, places: Mapping[int, str]) -> Iterator[RoleStatu
 def spares(facts: ClusterState) -> Iterator[SpareStatus]:
     """The nodes without a role."""
     for node in list(facts.nodes.values()):
-        if node.name not in facts.hosts:
+        if node.name not in facts.roles_by_node:
             yield SpareStatus(node.name, node.hello.pid, node.idle, list(node.guarding))
 
 
@@ -246,7 +246,7 @@ def status(facts: ClusterState, phase: Phase, finished: set[int], pid: int, now:
     slowest: list[tuple[int, float, int, str]] = []
     last: tuple[float, float] = math.inf, math.inf
     without, steps = 0, set[int]()
-    for name, played in facts.hosts.items():
+    for name, played in facts.roles_by_node.items():
         beats = node.beats if (node := facts.nodes.get(name)) is not None else {}
         for role in played:
             if (beat := beats.get(role)) is None:
@@ -276,7 +276,7 @@ def status(facts: ClusterState, phase: Phase, finished: set[int], pid: int, now:
         oldest=min(steps, default=None),
         newest=max(steps, default=None),
         slowest=[RoleNamed(role, name, step, -long) for step, long, role, name in slowest],
-        nodes=len(facts.playing()),
+        nodes=len(facts.nodes_with_roles()),
         nodes_expected=settings.nnodes,
         spares=domains.total(),
         spares_ready=ready,

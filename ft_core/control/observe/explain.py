@@ -52,11 +52,10 @@ def avoided(place: str, strikes: int, settings: Settings) -> str:
 
 def in_vain(facts: ClusterState, reason: str, roles: Iterable[int]) -> str:
     """Recoveries that lead nowhere. `reason`: of the last failure; `roles`: those that were lost in it."""
-    text = (
-        f"{TRIES} recoveries in a row without a new step after step {facts.goal}; the last failure: {reason}"
-    )
+    mark = facts.progress_mark
+    text = f"{TRIES} recoveries in a row without a new step after step {mark}; the last failure: {reason}"
     for role in roles:
-        places = facts.strikes.everywhere(role, facts.goal)
+        places = facts.strikes.everywhere(role, mark)
         if len(places) > 1:
             text += (
                 f"\nRole {role} has failed in this step on each of the nodes {', '.join(places)}: that is "
@@ -102,9 +101,9 @@ def what_is_left(facts: ClusterState) -> str:
     if any(facts.alive(role, node) for role, node in facts.places.items()):
         return "survivors hold their state until a node joins"
     left = "no node is left" if not facts.nodes else "no node with a role is left"
-    if facts.resumes or facts.settings.durable_dir:
+    if facts.script_resumes or facts.settings.durable_dir:
         return f"{left}; once nodes join, the job goes on from what others hold, or its newest checkpoint"
-    if facts.initial is None or facts.reached <= facts.initial:
+    if facts.initial_version is None or facts.newest_seen <= facts.initial_version:
         return f"{left}; no step was done yet, and the job begins once nodes join"
     return f"{left}, and no checkpoint: what other nodes hold may suffice, else start the job again"
 
@@ -120,7 +119,7 @@ def the_end(facts: ClusterState, outcome: GiveUp, unread: Iterable[str]) -> str:
         return outcome.reason
     advice = (
         "it goes on from the newest checkpoint of the script's own."
-        if facts.resumes or facts.begins_at
+        if facts.script_resumes or facts.script_start_version
         else "with checkpoints of its script's own that it resumes from (Megatron-LM's --save), or else with "
         "--ft-durable-interval, it will have something to fall back to."
     )

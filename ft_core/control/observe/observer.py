@@ -86,7 +86,7 @@ class Observer:
         elif record.event == "begins_anew":
             self.metrics.rungs[record.more["rung"]] += 1
         elif record.event == "resumed":
-            self.metrics.resumed(self.account.seconds, facts.begun.origin, self._wall)
+            self.metrics.resumed(self.account.seconds, facts.current_plan.origin, self._wall)
             reason = self._story.recovered(record.more["version"], self._wall)
         if record.time is not None:
             about = self._time(record.time)

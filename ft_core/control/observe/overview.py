@@ -250,10 +250,10 @@ def overview(
         [node.idle for node in facts.nodes.values()],
         {
             name: plan.nodes[name].domain if plan is not None and name in plan.nodes else ""
-            for name in facts.hosts
+            for name in facts.roles_by_node
             if name not in facts.nodes
         },
-        facts.hosts,
+        facts.roles_by_node,
         frozenset(finished),
         suspects,
         {where: (len(strikes.against(where, now)), where in avoided) for where in strikes.places()},

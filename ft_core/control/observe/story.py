@@ -120,7 +120,7 @@ class Story:
         """An epoch has ended, or ends already."""
         if "spent" in record.more and self._recovery is None:
             noticing = record.more.get("unfinished", {}).get(Cause.DETECTION, 0.0)
-            self._recovery = _Recovery(wall - noticing, record.event, reason, facts.reached)
+            self._recovery = _Recovery(wall - noticing, record.event, reason, facts.newest_seen)
         if record.event != "detected":
             return []
         found = self._recovery
@@ -132,7 +132,7 @@ class Story:
             if found.failures > FEW:
                 found.untold.append(record.more.get("node") or reason)
                 return []
-        where = f" in step {facts.reached + 1:,}" if facts.trained else ""
+        where = f" in step {facts.newest_seen + 1:,}" if facts.trained else ""
         return [f"failure{where}: {what}"]
 
     def _decided(self, record: Record, facts: ClusterState) -> list[str]:
@@ -141,7 +141,7 @@ class Story:
             return []
         found.moved |= record.more.get("moved", {})
         found.version, found.origin = record.more.get("version"), str(record.more.get("origin"))
-        found.reached = max(found.reached, facts.reached)
+        found.reached = max(found.reached, facts.newest_seen)
         untold, found.untold = found.untold, []
         many = "s" * (len(untold) != 1)
         return [f"{len(untold):,} further failure{many}: {some(untold)}"] if untold else []

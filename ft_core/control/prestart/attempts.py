@@ -121,8 +121,8 @@ class Prestart:
         away, begin."""
         if self.attempt is not None or self.failed >= ATTEMPTS or now < self.not_before:
             return []
-        here, hosts, capacity = facts.places, facts.hosts, facts.settings.nproc_per_node
-        if not facts.begun.absent:
+        here, hosts, capacity = facts.places, facts.roles_by_node, facts.settings.nproc_per_node
+        if not facts.current_plan.absent:
             return []
         # Who has all of its devices in use has no room, and is nearly everybody.
         usable = ((n, node) for n, node in facts.nodes.items() if n not in facts.draining)
@@ -138,7 +138,7 @@ class Prestart:
         idle = {name: facts.nodes[name].idle for name in set(places.values())} if leaves else {}
         here = set(facts.places)
         self.attempt = PrestartAttempt(places, set(here), leaves, now, idle, unheld=here)
-        return to(facts.playing(), SendCounts())
+        return to(facts.nodes_with_roles(), SendCounts())
 
     def counted(self, facts: ClusterState, message: OperationCounts) -> list[Effect]:
         """A role that takes part says which operations of the start-up phase it has on record."""
@@ -156,7 +156,7 @@ class Prestart:
             else f"replica groups {facts.groups.of(roles)} start"
         )
         done = completed(attempt.counts.items())
-        attempt.orders = prepare(facts.begun, attempt.places, done)
+        attempt.orders = prepare(facts.current_plan, attempt.places, done)
         sends: list[Effect] = [
             Send(facts.nodes[name].peer, order)
             for name, order in attempt.orders.items()
@@ -209,8 +209,8 @@ class Prestart:
         # and all after the same one, which has to lie ahead of everybody.
         longest = max((beat.step_s for beat in _beats(facts)), default=0.0)
         attempt.no_later_than = now + STEPS * longest + 1
-        attempt.unheard = {node.name for node in facts.playing()}
-        return to(facts.playing(), SendHeartbeat())
+        attempt.unheard = {node.name for node in facts.nodes_with_roles()}
+        return to(facts.nodes_with_roles(), SendHeartbeat())
 
     def beat(self, facts: ClusterState, node: str) -> list[Effect]:
         """A node's heartbeat says how far its roles have come."""
@@ -221,7 +221,7 @@ class Prestart:
         if attempt.unheard:
             return []
         newest = max((beat.step for beat in _beats(facts)), default=0)
-        return to(facts.playing(), PauseAfterStep(epoch=facts.epoch, step=newest + NOTICE))
+        return to(facts.nodes_with_roles(), PauseAfterStep(epoch=facts.epoch, step=newest + NOTICE))
 
     def held(self, facts: ClusterState, role: int, now: float) -> list[Effect]:
         """A role that takes part has stopped at the end of its step. So do all, or hardly later."""
@@ -275,7 +275,7 @@ class Prestart:
         self.attempt, self._emptied = None, attempt.idle
         return [
             Record(event, facts.epoch, reason, tuple(sorted(attempt.places))),
-            *to(facts.playing(), PauseAfterStep(epoch=0, step=0)),
+            *to(facts.nodes_with_roles(), PauseAfterStep(epoch=0, step=0)),
             *_withdraw(facts, attempt.places),
         ]
 
@@ -339,4 +339,4 @@ def _withdraw(facts: ClusterState, places: Places) -> list[Effect]:
 
 def _beats(facts: ClusterState) -> list[RoleBeat]:
     """What the heartbeats say of those who train."""
-    return [beat for node in facts.playing() for beat in node.beats.values()]
+    return [beat for node in facts.nodes_with_roles() for beat in node.beats.values()]

@@ -63,7 +63,7 @@ class Draining:
         if len(names) != 1:
             return [Send(peer, Denied(error=f"no such node: {asked}"))]
         [name] = names
-        roles, effects = facts.hosts.get(name, []), list[Effect]()
+        roles, effects = facts.roles_by_node.get(name, []), list[Effect]()
         if name not in facts.draining:
             if reason := why_not or _objection(facts, name):
                 return [Send(peer, Denied(error=f"node {name} cannot be drained: {reason}"))]
@@ -109,16 +109,16 @@ class Draining:
             reason = f"roles {late} were not ready elsewhere within --ft-hang-limit, {limit:g} s"
             failed = returning.fail(facts, reason)
             return [*failed, *self._give_up(facts, returning, attempt.leaves, reason)]
-        name = next((name for name in facts.draining if name in facts.hosts), None)
+        name = next((name for name in facts.draining if name in facts.roles_by_node), None)
         if name is None:
             return self._let_go(facts, now) if facts.draining else []
         if returning.moves_failed >= ATTEMPTS:
             return self._give_up(facts, returning, name, f"{ATTEMPTS} starts of its roles elsewhere failed")
-        places = _elsewhere(facts, facts.hosts[name], now)
+        places = _elsewhere(facts, facts.roles_by_node[name], now)
         if places is None:
             if returning.clears(facts):
                 return []
-            return self._give_up(facts, returning, name, _no_room(facts, len(facts.hosts[name])))
+            return self._give_up(facts, returning, name, _no_room(facts, len(facts.roles_by_node[name])))
         return returning.begin(facts, places, now, leaves=name)
 
     def _give_up(self, facts: ClusterState, returning: Prestart, name: NodeName, why: str) -> list[Effect]:
@@ -126,7 +126,7 @@ class Draining:
         returning.moves_failed = 0
         facts.draining.remove(name)
         return [
-            Record("not_drained", facts.epoch, why, tuple(facts.hosts.get(name, ())), {"node": name}),
+            Record("not_drained", facts.epoch, why, tuple(facts.roles_by_node.get(name, ())), {"node": name}),
             Send(facts.nodes[name].peer, Drain(wanted=False)),
         ]
 
@@ -134,7 +134,7 @@ class Draining:
 
     def epoch_begins(self, facts: ClusterState) -> None:
         """Each may have what others go on from."""
-        self._going, facts.let_go = None, ""
+        self._going, facts.departing = None, ""
 
     def _let_go(self, facts: ClusterState, now: float) -> list[Effect]:
         """The first that has no role. Who calls this tells all of `ClusterState.let_go` before it sends what
@@ -144,15 +144,15 @@ class Draining:
             name = next((name for name in facts.draining if _enough_without(facts, [name])), None)
             if name is None:
                 return []  # it stays, and keeps copies, until another node comes
-            self._number, facts.let_go = self._number + 1, name
-            self._going = LettingGo(name, {node.name for node in facts.playing()})
-            return to(facts.playing(), SendHeartbeat(self._number))
+            self._number, facts.departing = self._number + 1, name
+            self._going = LettingGo(name, {node.name for node in facts.nodes_with_roles()})
+            return to(facts.nodes_with_roles(), SendHeartbeat(self._number))
         if going.unheard or now < going.look_at:
             return []
         going.look_at = now + LOOK
         # Copies of a newer version were never sent there.
-        for node in facts.playing():
-            for role in facts.hosts[node.name]:
+        for node in facts.nodes_with_roles():
+            for role in facts.roles_by_node[node.name]:
                 if (beat := node.beats.get(role)) is None or beat.committed <= going.newest:
                     return []
         node = facts.nodes[going.name]
@@ -176,7 +176,7 @@ class Draining:
 def _objection(facts: ClusterState, name: NodeName) -> str:
     """Why a node cannot be taken out, if so. Those that are drained already go first."""
     going = [*facts.draining, name]
-    roles = [role for each in going for role in facts.hosts.get(each, ())]
+    roles = [role for each in going for role in facts.roles_by_node.get(each, ())]
     if _room(facts, going).left < len(roles):
         return _no_room(facts, len(roles), going)
     if not _enough_without(facts, going):

@@ -89,7 +89,7 @@ def _versions(held: Mapping[K, list[m.Version]]) -> list[tuple[m.Version, ...]]:
 def beats(crew: WorkerTable, view: View) -> dict[m.Role, m.RoleBeat]:
     """How far the workers that have roles have come."""
     found = {}
-    ready = {worker.meant_for: worker.pid for worker in crew.ahead() if worker.is_ready}
+    ready = {worker.target_role: worker.pid for worker in crew.ahead() if worker.is_ready}
     for worker in crew.playing():
         words, (sent, snapshots) = view.words(worker.number), view.sent(worker.role)
         found[worker.role] = m.RoleBeat(

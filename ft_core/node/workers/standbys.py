@@ -67,13 +67,13 @@ class Ready:
             return []
         if not playing:
             return self._guard(plan, settings, ahead, now)
-        known = {worker.meant_for for worker in ahead}
+        known = {worker.target_role for worker in ahead}
         roles = (worker.role for worker in playing if worker.role not in known)
         role = next((role for role in roles if self._failed[role] < ATTEMPTS), None)
         if role is None or len(ahead) >= self._most(plan, settings, playing, len(ahead)):
             return []
         worker = self._crew.add(-1)
-        worker.meant_for = role
+        worker.target_role = role
         return [Start(worker.number, -1)]
 
     def _most(self, plan: m.NodePlan, settings: Settings, playing: Collection[Worker], there: int) -> int:
@@ -95,9 +95,9 @@ class Ready:
         auto = settings.ready_standbys == AUTO
         most = None if auto else settings.ready_standbys
         wanted = [role for roles in self._guarded for role in roles[:most]]
-        if over := [worker for worker in ahead if worker.meant_for not in wanted]:
+        if over := [worker for worker in ahead if worker.target_role not in wanted]:
             return [effect for worker in over for effect in self.end(worker)]
-        known = {worker.meant_for for worker in ahead}
+        known = {worker.target_role for worker in ahead}
         left = (r for r in wanted if r not in known and self._failed[r] < ATTEMPTS)
         role = next((r for r in left if not auto or self._fits(r % settings.nproc_per_node, ahead)), None)
         if role is None or self._asking or (auto and not self._room(plan, ahead)):
@@ -146,14 +146,14 @@ class Ready:
         if found.failed or plan is None or plan.epoch != found.epoch or self._crew.playing():
             return []
         worker = self._crew.add(-1)
-        worker.meant_for, worker.records = found.role, (found.epoch, found.counts)
+        worker.target_role, worker.records = found.role, (found.epoch, found.counts)
         return [Start(worker.number, -1)]
 
     def begins(
         self, worker: Worker, plan: m.WorkerPlan | None, master: str, settings: Settings
     ) -> list[Effect]:
         """It has connected. `plan`: of the epoch that is under way; None between two."""
-        player, role = self._crew.of_role(worker.meant_for), worker.meant_for
+        player, role = self._crew.of_role(worker.target_role), worker.target_role
         counts: m.Counts | None = None
         if worker.records is not None:
             epoch, counts = worker.records
@@ -168,7 +168,7 @@ class Ready:
             plan,
             store="",
             origin="memory",
-            standing_in=m.Counterparts(((0, str(role)),)),
+            surrogates=m.Counterparts(((0, str(role)),)),
             completed={name: (count, role) for name, count in counts.items() if count},
         )
         environment = self._about.environment_of(role, worker.device, master, settings)
@@ -178,18 +178,18 @@ class Ready:
 
     def registered(self, worker: Worker) -> None:
         """It has come to where it waits for its state."""
-        self._failed[worker.meant_for] = 0
+        self._failed[worker.target_role] = 0
         free, total = self._view.device_memory(worker.number)
         taken = f"; {(total - free) >> 20} of {total >> 20} MiB of its GPU are taken" if total else ""
         log.info(
             "node %s: a standby is ready for role %d: worker %d%s",
-            *(self._about.node, worker.meant_for, worker.pid, taken),
+            *(self._about.node, worker.target_role, worker.pid, taken),
         )
 
     def ended(self, worker: Worker, how: str, now: float) -> None:
         """Its process has."""
         self._not_before = now + PAUSE
-        role = worker.meant_for
+        role = worker.target_role
         if worker.ordered or worker.is_ready:
             return
         self._failed[role] += 1
@@ -212,21 +212,21 @@ class Ready:
     def needed(self, role: int) -> tuple[bool, list[Effect]]:
         """The worker of the role has died. Whether another is ready, so that no standby has to be started in
         place of the one that will play it."""
-        worker = self._crew.meant_for(role)
+        worker = self._crew.standby_for(role)
         if worker is None:
             return False, []
         if worker.is_ready:
             worker.needed = True
             return True, []
         if worker.doing is WorkerState.STARTING:  # then it is a standby like any other
-            worker.meant_for = -1
+            worker.target_role = -1
             return True, []
         return False, self.end(worker)
 
     @property
     def guarding(self) -> list[int]:
         """Roles of other nodes that have been started here."""
-        return [worker.meant_for for worker in self._crew.ahead() if worker.records and worker.is_ready]
+        return [worker.target_role for worker in self._crew.ahead() if worker.records and worker.is_ready]
 
     @property
     def waiting(self) -> int:
@@ -248,14 +248,14 @@ class Ready:
         """Those that are of no use in it are ended. On a spare: whom it guards then, it looks later."""
         effects: list[Effect] = []
         for worker in self._crew.ahead():
-            meant = worker.meant_for in here or (worker.records is not None and not here)
+            meant = worker.target_role in here or (worker.records is not None and not here)
             if not meant or not worker.is_ready or not serves(worker, plan):
                 effects += self.end(worker)
         return effects
 
     def takes(self, role: int, plan: m.WorkerPlan) -> tuple[Worker | None, list[Effect]]:
         """The plan gives the role to another worker here: this one, if it can go on in it."""
-        worker = self._crew.meant_for(role)
+        worker = self._crew.standby_for(role)
         if worker is None:
             return None, []
         of_role = {name: found for name, found in plan.completed.items() if _series(name).needs(role)}
@@ -265,7 +265,7 @@ class Ready:
             for idle in self._crew.idle():
                 if idle.device == worker.device:
                     idle.device = -1  # it is a standby now
-        worker.doing, worker.needed, worker.meant_for, worker.records = WorkerState.PLAYING, False, -1, None
+        worker.doing, worker.needed, worker.target_role, worker.records = WorkerState.PLAYING, False, -1, None
         effects: list[Effect] = [SetApart(worker.number, apart=False)]
         effects += [ToWorker(worker.number, m.Abort(plan.epoch)), ToWorker(worker.number, m.PlanBegins(plan))]
         return worker, effects
@@ -285,7 +285,7 @@ def serves(worker: Worker, plan: m.WorkerPlan) -> bool:
     if began is None or plan.version is None or plan.origin == "initial":
         return False  # it has left out to make what it would begin with
     return (
-        plan.started_over == began.started_over
+        plan.restart_epoch == began.restart_epoch
         and plan.version >= (worker.initial or 0)
         and plan.counterparts == began.counterparts
         and plan.membership.changes == began.membership.changes

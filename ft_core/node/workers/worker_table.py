@@ -76,7 +76,7 @@ class Worker:
     """What it has said of its end."""
     ordered: bool = False
     """Whether the controller wants its end, or this agent has no use for it any more."""
-    meant_for: int = -1
+    target_role: int = -1
     """The role that it starts up ahead of need, or has started so; -1: none."""
     began_with: WorkerPlan | None = None
     """What it was told then."""
@@ -142,13 +142,13 @@ class WorkerTable:
         """Who plays it here, if somebody does."""
         return next((worker for worker in self.playing() if worker.role == role), None)
 
-    def meant_for(self, role: int) -> Worker | None:
+    def standby_for(self, role: int) -> Worker | None:
         """Who is to have started it ahead of need, if somebody is."""
-        return next((worker for worker in self.ahead() if worker.meant_for == role), None)
+        return next((worker for worker in self.ahead() if worker.target_role == role), None)
 
     def ahead(self) -> list[Worker]:
         """Workers that start up a role ahead of need, have done so, or are about to; no others of them."""
-        there = (worker for worker in self._workers.values() if worker.meant_for >= 0)
+        there = (worker for worker in self._workers.values() if worker.target_role >= 0)
         return [w for w in there if not w.ordered and w.doing in (WorkerState.STARTING, WorkerState.AHEAD)]
 
     def playing(self) -> list[Worker]:

@@ -433,7 +433,7 @@ class Prepare(Message, frozen=True):
     epoch: Epoch
     roles: list[Role]
     counterparts: Counterparts
-    standing_in: Counterparts
+    surrogates: Counterparts
     completed: dict[str, tuple[Number, Role]]
 
     def __post_init__(self) -> None:

@@ -58,13 +58,13 @@ class EpochStart(Value, frozen=True):
     origin: Origin
     parts: list[Version]
     """The parts of the script that all roles have come to the end of: with which version."""
-    started_over: Epoch
+    restart_epoch: Epoch
     counterparts: Counterparts
     """Who stands for the roles that are away."""
     adopting: bool
     """Whether these hold what those had alone."""
     newcomers: list[Role]
-    entered: Version
+    ledger_through: Version
     """The newest step that the ledger has."""
 
     @property
@@ -88,7 +88,7 @@ class WorkerPlan(EpochStart, frozen=True):
     lr_intervention: str
     snapshot: str
     began_with: BeganWith
-    standing_in: Counterparts = Counterparts(())
+    surrogates: Counterparts = Counterparts(())
     """For roles that start while others train: those that come back, and those that move, which train
     themselves, elsewhere."""
 
@@ -98,10 +98,10 @@ class WorkerPlan(EpochStart, frozen=True):
     @property
     def ahead(self) -> Mapping[Role, Role]:
         """Roles that start while others train, with those who stand for them."""
-        return self.standing_in.expanded()
+        return self.surrogates.expanded()
 
     @property
-    def apart(self) -> bool:
+    def detached(self) -> bool:
         """Whether this is for a standby, which starts a role ahead of need that another worker of its node
         plays: it takes no part in the epoch, so it has no store, and meets nobody."""
         return not self.store
@@ -116,16 +116,16 @@ class JobState(EpochStart, frozen=True):
     master: str
     durable: str
     """Name of the durable checkpoint to read, if any."""
-    resumes: bool
+    script_resumes: bool
     groups: ReplicaGroups
     catalogue: Catalogue
-    initial: Version | None
-    reached: Version
-    futile: Number
-    goal: Version
-    height: Number
-    furthest: Version
-    start: tuple[Version | None, Origin]
+    initial_version: Version | None
+    newest_seen: Version
+    attempts_without_progress: Number
+    progress_mark: Version
+    escalation_level: Number
+    furthest_step: Version
+    started_from: tuple[Version | None, Origin]
     """Version and origin that the job began with."""
 
     @property

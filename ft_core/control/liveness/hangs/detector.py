@@ -192,16 +192,16 @@ class Detector:
 
     def tick(self, facts: ClusterState, progress: Progress, now: float) -> Verdict | None:
         """What is to be done now."""
-        if facts.begun.id != self._plan:
+        if facts.current_plan.id != self._plan:
             self.rests(now)
-            self._plan, self._began, self._training, self._newest = facts.begun.id, now, False, -1
+            self._plan, self._began, self._training, self._newest = facts.current_plan.id, now, False, -1
             self._where, self._unusual, self._long_step = {}, {}, -1
             self._replaced, self._blamed = self._replaced | self._blamed, {}
         if progress.all_stepped and not self._training:
             self._training, self._start = True, max(self._start, now - self._began)
             self._moved = now
         if self._asked is not None:
-            missing = {node.name for node in facts.playing()} - set(self._answers)
+            missing = {node.name for node in facts.nodes_with_roles()} - set(self._answers)
             return self._judge(facts, progress, now) if not missing or now > self._asked + ANSWER else None
         if now - self._moved < self.limit(facts) or now < self._next:
             return None
@@ -348,7 +348,7 @@ def _waited(finding: Finding, quiet: float) -> float:
 
 def _starting(facts: ClusterState, progress: Progress) -> set[int]:
     """Newcomers, and survivors without the state of this epoch."""
-    return set(facts.places) - (progress.restored.keys() - set(facts.begun.newcomers))
+    return set(facts.places) - (progress.restored.keys() - set(facts.current_plan.newcomers))
 
 
 def _held_up(facts: ClusterState, progress: Progress) -> list[int]:
