@@ -5,7 +5,7 @@ Its state is soft: everything it knows it was told by the agents, and a new one 
 next greetings. Training does not notice its absence.
 
 Here is what comes from outside: connections, messages, signals, time. What it means for the job is in
-`control.epochs`: there is also what happens when a node dies (`RecoveryCoordinator.node_lost`).
+`control.recovery`: there is also what happens when a node dies (`RecoveryCoordinator.node_lost`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from msgspec.structs import replace
 from ft_core.control.cluster_state import ClusterState, Node, epoch_of
 from ft_core.control.decide import risk
 from ft_core.control.decide.groups import Groups
-from ft_core.control.decide.ladder import Against
-from ft_core.control.epochs import RecoveryCoordinator
+from ft_core.control.decide.ladder import EscalationCause
 from ft_core.control.events import (
     Admitted,
     Arriving,
@@ -52,6 +51,7 @@ from ft_core.control.observe.observer import Observer
 from ft_core.control.observe.overview import Overview, overview
 from ft_core.control.observe.progress_reporter import ProgressReporter
 from ft_core.control.phases import Done, Forming, Phase, Rebuilding, Running, Waiting
+from ft_core.control.recovery import RecoveryCoordinator
 from ft_core.control.script_settings import ScriptSettings, answer, spares_started, warn_of_spares
 from ft_core.control.termination import Termination
 from ft_core.errors import ConfigError
@@ -91,8 +91,8 @@ class Controller:
         another. `spent`: what the job's time went to until so many seconds `ago`, as a predecessor has noted
         it."""
         self.facts = ClusterState(settings, job_dir, Groups(settings.start), term)
-        self._epochs = RecoveryCoordinator(self.facts, ids, recorded, settled)
-        self._do, self._record = self._epochs.do, self._epochs.record
+        self._recovery = RecoveryCoordinator(self.facts, ids, recorded, settled)
+        self._do, self._record = self._recovery.do, self._recovery.record
         self._script = ScriptSettings()
         self._spent = spent, ago
         self._began = False
@@ -118,18 +118,18 @@ class Controller:
     @property
     def phase(self) -> Phase:
         """What the job is doing."""
-        return self._epochs.phase
+        return self._recovery.phase
 
     @property
     def _now(self) -> float:
-        return self._epochs.now
+        return self._recovery.now
 
     @property
     def busy(self) -> bool:
         """Whether somebody waits for this controller, or soon may."""
         phase = self.phase
         return not isinstance(phase, Waiting | Done) and not (
-            isinstance(phase, Running) and self._epochs.progress.all_stepped
+            isinstance(phase, Running) and self._recovery.progress.all_stepped
         )
 
     @property
@@ -139,7 +139,7 @@ class Controller:
 
     def numbers(self, wall: float, since_1970: float) -> Numbers:
         """For metrics, as of now: the same moment by the wall clock and in seconds since 1970."""
-        facts, epochs, account, counts = self.facts, self._epochs, self.account, self._observer.metrics
+        facts, epochs, account, counts = self.facts, self._recovery, self.account, self._observer.metrics
         settings, groups = facts.settings, facts.groups.membership.groups
         there = round(groups * len(facts.places) / settings.world_size)
         at = counts.durable
@@ -179,20 +179,20 @@ class Controller:
 
     def overview(self, wall: float, since_1970: float) -> Overview:
         """For the page, likewise."""
-        epochs, numbers = self._epochs, self.numbers(wall, since_1970)
+        epochs, numbers = self._recovery, self.numbers(wall, since_1970)
         roles = epochs.completion.finished, epochs.hangs.suspects
         return overview(self.facts, numbers, *roles, self.account.step, epochs.now)
 
     def _standing(self, wall: float) -> Standing:
         """How the job gets on."""
-        epochs, account = self._epochs, self.account
+        epochs, account = self._recovery, self.account
         over = epochs.unprotected or epochs.completion.released or isinstance(self.phase, Forming | Done)
         return Standing(account.now, None if over else account.since_step(wall), account.patience)
 
     def handle(self, event: Event, now: float, wall: float | None = None) -> list[Effect]:
         """What to do about `event`, in order. `now`: seconds for which this process was awake; `wall`: all
         seconds, if it was not always."""
-        epochs = self._epochs
+        epochs = self._recovery
         epochs.now, epochs.wall, epochs.effects = now, now if wall is None else wall, []
         if not self._began:
             (spent, ago), self._began = self._spent, True
@@ -227,13 +227,15 @@ class Controller:
             self._record("refused", event.reason)
         elif isinstance(event, Terminate):
             # `ftrun` has it from outside, and passes it on to the agents as well.
-            self._epochs.leaving = self._terminated = True
+            self._recovery.leaving = self._terminated = True
             if isinstance(self.phase, Forming):
-                self._epochs.end(ENDED, "it was told to end (SIGTERM) before it had begun")
+                self._recovery.end_job(ENDED, "it was told to end (SIGTERM) before it had begun")
         elif isinstance(event, LauncherGone):
-            self._epochs.end(1, "ftrun is gone")
+            self._recovery.end_job(1, "ftrun is gone")
         elif isinstance(event, Failed):
-            self._epochs.end(1, f"{FAILURES} controllers in a row have failed, this one of {event.error}")
+            self._recovery.end_job(
+                1, f"{FAILURES} controllers in a row have failed, this one of {event.error}"
+            )
         else:
             assert_never(event)
 
@@ -254,17 +256,17 @@ class Controller:
         if isinstance(self.phase, Done):  # it has come while the others are told
             self._do(Send(peer, m.Shutdown(code=self.phase.code)), Close(peer))
             return
-        if self._epochs.was_given_up(node):
+        if self._recovery.turn_away_if_replaced(node):
             return
         if facts.strikes.lives(node.name, hello.pid):
-            self._epochs.strikes_changed = True
+            self._recovery.strikes_changed = True
         known = facts.nodes.get(node.name)
         if known is not None:
             self._do(Close(known.peer))
             node.liveness.pulses = known.liveness.pulses
         facts.add(node)
-        self._epochs.watch.greeted(node.name)
-        self._epochs.look_for_plan(epoch_of(node.greeted_with))
+        self._recovery.failure_detector.greeted(node.name)
+        self._recovery.rebuild_if_newer_plan(epoch_of(node.greeted_with))
         facts.seen_at(node.holdings.versions())
         if isinstance(self.phase, Forming | Rebuilding):
             facts.epoch = max(facts.epoch, node.holdings.epoch, facts.plan_epoch)
@@ -272,15 +274,15 @@ class Controller:
             self._take_settings(node.holdings.configured)
         self._do(*self._script.tell(node))
         if known is None:
-            self._epochs.leaving = self._terminated  # until it says that it was told to end as well
+            self._recovery.leaving = self._terminated  # until it says that it was told to end as well
             if isinstance(self.phase, Forming):
                 self.phase.joined_at = self._now
             if not isinstance(self.phase, Rebuilding):  # or all of them come again
                 self._look_for_its_like(node)
             self._record("joined", node=node.name, agent_pid=hello.pid, domain=hello.domain)
-            self._epochs.returning.node_joined()
+            self._recovery.prestart.node_joined()
         self._hear(node)
-        self._epochs.has_greeted(node, known is not None)
+        self._recovery.on_greeting(node, known is not None)
 
     def _turn_away(self, peer: Peer, hello: m.AgentHello) -> None:
         """An agent of a former job that had this address and secret: what it knows is nothing of this one."""
@@ -318,14 +320,14 @@ class Controller:
     def _disconnected(self, peer: Peer) -> None:
         self._questions.disconnected(peer)
         if (node := self.facts.peers.get(peer)) is not None:
-            self._epochs.disconnected(node)
+            self._recovery.disconnected(node)
 
     def _receive(self, peer: Peer, message: m.Message) -> None:
         if (node := self.facts.peers.get(peer)) is not None:
             node.liveness.hear(self._now)
             self._on_agent(node, message)
         elif isinstance(message, m.AskStatus):
-            epochs = self._epochs
+            epochs = self._recovery
             status = ctl.status(self.facts, self.phase, epochs.completion.finished, self._pid, epochs.now)
             seconds = {str(cause): s for cause, s in self.account.until(epochs.wall).items() if s}
             about = {"complaint": self._standing(epochs.wall).complaint, "unprotected": epochs.not_protected}
@@ -340,9 +342,9 @@ class Controller:
             self._do(*ctl.hosts(self.facts, peer))
         elif isinstance(message, m.Forgive):
             self._do(*ctl.forgive(self.facts, peer, message.node, self._now))
-            self._epochs.strikes_changed = True
+            self._recovery.strikes_changed = True
         elif isinstance(message, m.DrainNode):
-            self._epochs.drain(peer, message.node)
+            self._recovery.drain(peer, message.node)
         elif isinstance(message, m.DescribeRole | m.DescribeFlight):
             self._do(*self._questions.ask(self.facts, peer, message, self._now))
         else:  # it is lost: what it had said before is of no use, and it will greet again
@@ -354,23 +356,23 @@ class Controller:
         """What is understood without a plan; the rest once that is known."""
         facts = self.facts
         if isinstance(message, m.Heartbeat):  # first, since nearly all are
-            self._epochs.beaten(node, message)
+            self._recovery.on_heartbeat(node, message)
         elif isinstance(message, m.HoldingsChanged):
             if facts.report(node, message):
-                self._epochs.decide_if_ready()
+                self._recovery.decide_if_ready()
             else:  # it will say everything
                 self._do(Close(node.peer))
         elif isinstance(message, m.KeptState):
-            self._epochs.take(node, message)
+            self._recovery.adopt_plan_of_predecessor(node, message)
         elif isinstance(message, m.Hosts):
             node.hosts += message.hosts
         elif isinstance(message, m.NodesProbed):
-            self._epochs.probed(node, message)
+            self._recovery.probed(node, message)
         elif isinstance(message, m.Idle):
             node.idle = message.idle
             if isinstance(self.phase, Waiting):
-                self._epochs.decide_if_ready()
-        elif not self._epochs.planned:
+                self._recovery.decide_if_ready()
+        elif not self._recovery.plan_known:
             node.messages_before_plan.append(message)
         else:
             self._hear(node)  # in the order in which it was said
@@ -380,15 +382,15 @@ class Controller:
         facts, now = self.facts, self._now
         match message:
             case m.WorkerLost():
-                self._epochs.worker_lost(node, message)
-            case m.NoIdleWorker(role=role) if self._epochs.returning.concerns(role, node.name):
-                self._do(*self._epochs.returning.fail(facts, f"no idle worker on {node.name}"))
+                self._recovery.worker_lost(node, message)
+            case m.NoIdleWorker(role=role) if self._recovery.prestart.concerns(role, node.name):
+                self._do(*self._recovery.prestart.fail(facts, f"no idle worker on {node.name}"))
             case m.RestoreFailed(epoch=facts.epoch, role=role, reason=reason):
-                self._epochs.restore_failed(node, f"role {role} on {node.name}: {reason}", role)
+                self._recovery.restore_failed(node, f"role {role} on {node.name}: {reason}", role)
             case m.NoIdleWorker(epoch=facts.epoch, role=role):
-                self._epochs.fail(f"role {role} on {node.name}: no idle worker on its node", [role])
+                self._recovery.fail(f"role {role} on {node.name}: no idle worker on its node", [role])
             case m.Restored() | m.Stepped() | m.Reopened():
-                self._epochs.progressed(message)
+                self._recovery.on_progress(message)
             case m.Configure():
                 self._asked_for_settings(node, message)
             case m.Configured(configured=values):
@@ -401,28 +403,28 @@ class Controller:
             case m.RoleLayout():
                 facts.lay_out(message)
             case m.Trained():
-                self._do(*self._epochs.samples.trained(facts, message))
+                self._do(*self._recovery.samples.trained(facts, message))
             case m.OperationCounts():
-                self._do(*self._epochs.returning.counted(facts, message))
-            case m.Issued() if self._epochs.returning.concerns(message.role, node.name):
+                self._do(*self._recovery.prestart.counted(facts, message))
+            case m.Issued() if self._recovery.prestart.concerns(message.role, node.name):
                 pass  # another worker of this role takes part
             case m.Issued():
-                if (found := self._epochs.completion.answered(message, facts.plan_epoch)) is not None:
-                    self._epochs.begin_anew(Against(found))
+                if (found := self._recovery.completion.answered(message, facts.plan_epoch)) is not None:
+                    self._recovery.escalate(EscalationCause(found))
             case m.Prepared(role, counts):
                 running = isinstance(self.phase, Running)
-                started = self._epochs.returning.prepared(facts, node.name, role, counts, running, now)
+                started = self._recovery.prestart.prepared(facts, node.name, role, counts, running, now)
                 self._do(*started)
             case m.PausedAtStep(epoch=facts.epoch, role=role):
-                self._do(*self._epochs.returning.held(facts, role, now))
-                self._epochs.return_if_due()
+                self._do(*self._recovery.prestart.held(facts, role, now))
+                self._recovery.return_if_due()
             case m.Unprotected():
-                self._epochs.runs_unprotected(message)
+                self._recovery.runs_unprotected(message)
             case m.Suspect(epoch=epoch):
                 if epoch == facts.epoch:
-                    self._epochs.suspected(node, message)
+                    self._recovery.suspected(node, message)
             case m.DurableNames():
-                if self._epochs.checkpoints.answered(node, message):
+                if self._recovery.checkpoints.answered(node, message):
                     self._reconsider()
             case m.DurableWritten(role=role, version=version, seconds=seconds):
                 self._record("durable", roles=[role], version=version)
@@ -434,11 +436,11 @@ class Controller:
                     reason = f"node {node.name}: {message.reason}"
                     self._record("durable_failed", reason, [message.role], version=version)
             case m.Completed():
-                self._epochs.completion.said(message)
-                self._epochs.release_if_complete()
+                self._recovery.completion.said(message)
+                self._recovery.release_if_complete()
             case m.Finished(role=role):
-                self._epochs.completion.finished.add(role)
-                self._epochs.end_if_finished()
+                self._recovery.completion.finished.add(role)
+                self._recovery.end_if_finished()
             case m.Leaving():
                 self._record("leaving", f"node {node.name} was told to end (SIGTERM)", node=node.name)
                 self._told_to_end = {*(self._told_to_end & facts.nodes.keys()), node.name}
@@ -452,7 +454,7 @@ class Controller:
             case m.RestoreFailed() | m.NoIdleWorker() | m.PausedAtStep():
                 pass  # of an epoch that is over
             case m.Flights():
-                self._epochs.hangs.answered(node.name, message)
+                self._recovery.hangs.answered(node.name, message)
             case _:
                 raise TypeError(f"{type(message).__name__} is nothing that an agent says")
 
@@ -460,7 +462,7 @@ class Controller:
 
     def _hear(self, node: Node) -> None:
         """What was said before the plan was here, and with the greeting."""
-        if self._epochs.planned:
+        if self._recovery.plan_known:
             said, node.messages_before_plan = node.messages_before_plan, []
             for message in said:
                 self._on_news(node, message)
@@ -469,7 +471,7 @@ class Controller:
         """Once it has heard from everybody, or it is clear who does not come, go on."""
         facts, now = self.facts, self._now
         phase.newest = takeover.newest(facts)
-        if not self._epochs.planned:
+        if not self._recovery.plan_known:
             self._do(*takeover.ask(facts, phase, now))
             return
         for node in list(facts.nodes.values()):
@@ -477,10 +479,10 @@ class Controller:
         if self.phase is not phase:
             return
         if facts.plan is None:
-            self._epochs.go(Forming(now))  # those who knew of a plan are gone again
-        elif now >= self._epochs.settled and takeover.complete(facts, phase, self._arriving, now):
+            self._recovery.transition(Forming(now))  # those who knew of a plan are gone again
+        elif now >= self._recovery.settled and takeover.complete(facts, phase, self._arriving, now):
             self._look_whether_all_leave()
-            self._epochs.take_over(phase, facts.plan)
+            self._recovery.take_over(phase, facts.plan)
 
     def _asked_for_settings(self, node: Node, question: m.Configure) -> None:
         """A worker of `node` brings settings."""
@@ -505,10 +507,10 @@ class Controller:
             if self._script.take(self.facts, values):
                 self._settings_taken()
         except ConfigError as error:
-            self._epochs.end(1, str(error))
+            self._recovery.end_job(1, str(error))
 
     def _settings_taken(self) -> None:
-        self._epochs.checkpoints = self._epochs.checkpoints.forgotten()
+        self._recovery.checkpoints = self._recovery.checkpoints.forgotten()
         for node in self.facts.nodes.values():
             self._do(*self._script.tell(node))
 
@@ -519,28 +521,28 @@ class Controller:
             return
         # INV-13 (settings): no role trains before all use the same. The directory may be known only now: then
         # nobody has begun to train without what is in it.
-        durable = self._epochs.durable(facts.roles_by_node)
+        durable = self._recovery.ask_durable_versions(facts.roles_by_node)
         begins = (
             facts.initial_version is None and facts.started_from[1] != "durable" and not facts.restart_epoch
         )
-        if durable is None or (begins and self._epochs.unread()):
+        if durable is None or (begins and self._recovery.end_if_storage_unreadable()):
             return
         if durable and begins:
             version = max(durable)
             facts.started_from = version, "durable"
             reason = f"training starts from the durable checkpoint of step {version}"
-            self._epochs.end_epoch("configured", reason, [])
+            self._recovery.end_epoch("configured", reason, [])
             return
         self._do(*self._script.answer_all())
 
     def _look_whether_all_leave(self) -> None:
         """The job was told to end if all nodes were."""
         facts = self.facts
-        self._epochs.leaving |= bool(facts.roles_by_node) and self._told_to_end == facts.nodes.keys()
+        self._recovery.leaving |= bool(facts.roles_by_node) and self._told_to_end == facts.nodes.keys()
 
     def _dismiss(self) -> None:
         """Nodes that were told to end, and that nobody needs, may; once nobody may obey another any more."""
-        if not self._to_dismiss or self._now < self._epochs.settled or self._epochs.leaving:
+        if not self._to_dismiss or self._now < self._recovery.settled or self._recovery.leaving:
             return
         names, self._to_dismiss = sorted(self._to_dismiss - self.facts.roles_by_node.keys()), set()
         nodes = [node for name in names if (node := self.facts.nodes.get(name)) is not None]
@@ -550,21 +552,21 @@ class Controller:
         """All workers of a node have died of SIGTERM, which it had from outside."""
         if (node := self.facts.nodes.get(name)) is None:
             return  # its connection has broken since, and that was enough
-        if not self._epochs.leaving:
-            self._epochs.node_lost(node, "it was told to end (SIGTERM)", m.Fault.TERMINATED)
+        if not self._recovery.leaving:
+            self._recovery.node_lost(node, "it was told to end (SIGTERM)", m.Fault.TERMINATED)
             return
         # The job ends, or at least this machine, and what is left is the business of the next controller.
         self.facts.drop(node)
         self._do(Close(node.peer))
         if self.facts.nodes.keys().isdisjoint(self.facts.roles_by_node):
-            self._epochs.end(ENDED, "it was told to end (SIGTERM)")
+            self._recovery.end_job(ENDED, "it was told to end (SIGTERM)")
         self._termination.end_later(name, self._now)
 
     def _reconsider(self) -> None:
         """More is known of the durable checkpoints."""
-        self._epochs.form_if_ready()
+        self._recovery.form_if_ready()
         self._settle()
-        self._epochs.decide_if_ready()
+        self._recovery.decide_if_ready()
 
     def _tick(self) -> None:
         now = self._now
@@ -572,24 +574,24 @@ class Controller:
         for name in self._termination.nodes_left(now):
             self._node_left(name)
         if reason := self._termination.overdue(now):
-            self._epochs.end(ENDED, reason)
-        self._epochs.look_for_nodes()
-        self._epochs.tell_of_strikes()
+            self._recovery.end_job(ENDED, reason)
+        self._recovery.check_nodes()
+        self._recovery.tell_of_strikes()
         self._do(*self._questions.tick(now))
         self._settle()
         if isinstance(self.phase, Forming):
-            self._epochs.form_if_ready()
+            self._recovery.form_if_ready()
         elif isinstance(self.phase, Rebuilding):
             self._rebuild(self.phase)
         elif isinstance(self.phase, Waiting):
-            self._epochs.decide_if_ready()
+            self._recovery.decide_if_ready()
         if isinstance(self.phase, Running):
-            self._epochs.watch_endings()
-        self._epochs.look_for_hangs()
+            self._recovery.ask_about_script_end()
+        self._recovery.check_hangs()
         if not self.busy:
             self.facts.records.prepare(AT_ONCE)
         if isinstance(self.phase, Running):
-            self._epochs.start_ahead()
-        told = isinstance(self.phase, Running) and not self._epochs.unprotected
-        progress = self._epochs.progress if told else None
+            self._recovery.advance_prestarts()
+        told = isinstance(self.phase, Running) and not self._recovery.unprotected
+        progress = self._recovery.progress if told else None
         self._do(*self._bulletin.tick(self.facts, self.phase, progress, now))

@@ -12,10 +12,8 @@ SIGNAL_LAG = 0.02
 
 @dataclass
 class Termination:
-    """What is known of it."""
+    """What is known of the signal: who has ended of it, and until when the others may."""
 
-    job: bool = False
-    """Whether it has come to the controller, which means to all."""
     _left: list[tuple[str, float]] = field(default_factory=list)
     """Nodes of which all workers have ended of it, and when they have said so."""
     _ends: tuple[float, str] | None = None

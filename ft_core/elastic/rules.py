@@ -267,9 +267,9 @@ class Deal:
     dealt: dict[int, list[Range]] = field(default_factory=dict)
     """What the step under way has been dealt so far, by group."""
     _past: list[_Past] = field(default_factory=list, compare=False)
-    """Of which the samples of the last steps follow."""
+    """What was dealt before the last steps, and how often in each: their samples follow from it."""
     _turns: int = field(default=0, compare=False)
-    """Of the step under way."""
+    """How many turns the step under way has been dealt."""
 
     def take(self, step: int, membership: Membership) -> dict[int, list[Range]]:
         """Deal one more turn of `step`: by group, `turn` samples each."""

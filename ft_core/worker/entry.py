@@ -97,7 +97,8 @@ def _play(
     assignment = shell.wait_for_role()
     timeline.mark("role taken")
     LOG_CONTEXT.about = lambda: {"node": node, **shell.about}
-    role, apart, started_over = assignment.role, assignment.plan.detached, assignment.plan.restart_epoch
+    plan = assignment.plan
+    role, apart, started_over = assignment.role, plan.detached, plan.restart_epoch
     backstage = StandbyIsolation(logs) if apart else None
     if backstage is None:
         predecessors = take_over(logs, role, started_over)

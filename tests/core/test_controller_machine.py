@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from ft_core.control import epochs
+from ft_core.control import recovery
 from ft_core.control.completion import INTERVAL
 from ft_core.control.events import (
     Admitted,
@@ -963,7 +963,7 @@ def test_a_worker_dies_on_a_node_without_a_standby() -> None:
             job["node0"].say(Idle(idle=1))
             assert job.records_of("decided")[1].more["moved"] == {0: "node0"}
         else:
-            job.wait(epochs.STANDBY_GRACE - 1)
+            job.wait(recovery.STANDBY_GRACE - 1)
             assert job.phase == "waiting"
             job.wait(2)
             assert job.records_of("decided")[1].more["moved"] == {0: "node2"}
@@ -1113,9 +1113,9 @@ def test_a_job_all_of_whose_nodes_are_told_to_end_waits_for_nobody() -> None:
     job = ControlPlane(nodes=2, spares=0)
     job.all_step(1)
     job["node0"].say(Leaving())
-    assert not job.controller._epochs.leaving
+    assert not job.controller._recovery.leaving
     job["node1"].say(Leaving())
-    assert job.controller._epochs.leaving
+    assert job.controller._recovery.leaving
     for name in ("node0", "node1"):
         job[name].say(Left())
         job.agents.pop(name)
@@ -1266,7 +1266,7 @@ def test_an_attempt_to_bring_a_group_back_ends_with_the_plan_of_another_controll
     job.all_step(2)
     job.join("spare")
     job.wait(0.1)
-    assert job.controller._epochs.returning.attempt is not None
+    assert job.controller._recovery.prestart.attempt is not None
     plan = job["node0"].plan
     assert plan is not None
     roles = {0: "node0", 1: "spare"}
@@ -1530,7 +1530,7 @@ def test_who_comes_back_in_vain_does_not_keep_the_others_from_training() -> None
         if number < 2:
             lose(job, spare.name)
     job.all_step(5)
-    assert job.controller._epochs.returning.pause == PAUSE
+    assert job.controller._recovery.prestart.pause == PAUSE
 
 
 def test_a_job_starts_over_while_a_group_is_ready_to_come_back() -> None:

@@ -52,7 +52,7 @@ class Large:
         at = {n: m.NodeAddress(f"10.0.0.{i % 250}:40001", f"rack{i // 16}") for i, n in enumerate(names)}
         facts.plan = job_plan(places, 3, nodes=at)
         facts.epoch = 3
-        self.controller._epochs.go(Running())
+        self.controller._recovery.transition(Running())
         for number, name in enumerate(names):
             hello = m.AgentHello(
                 name, 1, 100 + number, number, at[name].domain, at[name].data, _NOBODY, [], False, ""
@@ -165,11 +165,11 @@ def test_top_is_of_now_and_says_what_is_wrong(large: Large, ftctl: Any) -> None:
     account.resumes(500, 6.0)
     account.to(Cause.RESTORING, 7.0)
     large.controller.handle(Arriving(0), 7.0)  # it is recorded
-    large.controller._epochs.unprotected = "it wants none"
+    large.controller._recovery.unprotected = "it wants none"
     lines = ftctl("top", "--once").splitlines()
     assert "goodput   0.0 % of 10.0 s productive; start-up 6.0 s, restoring 3.0 s, redone 1.0 s" in lines
     assert "not protected: it wants none" in lines
-    large.controller._epochs.unprotected = ""
+    large.controller._recovery.unprotected = ""
     found = json.loads(ftctl("status", "--json"))
     assert found["complaint"] == "restoring: no step for 4 s" and not found["unprotected"]
     assert found["seconds"] == {"start_up": 6.0, "restoring": 3.0, "redone": 1.0}

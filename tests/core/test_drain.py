@@ -519,15 +519,15 @@ def test_where_a_group_that_comes_back_starts(drained: str) -> None:
     job.wait(0.1)
     for role in (0, 1):
         job[f"node{role}"].say(OperationCounts(role=role, counts={}))
-    attempt = job.controller._epochs.returning.attempt
+    attempt = job.controller._recovery.prestart.attempt
     assert attempt is not None and not attempt.leaves
     [starting] = set(attempt.places.values())
     name = starting if drained == "node2" else "node1"
     assert isinstance(drain(job, name), Drains)
     job.wait(0.1)
     if drained == "node1":
-        assert job.controller._epochs.returning.attempt is attempt
+        assert job.controller._recovery.prestart.attempt is attempt
     else:
         assert "is to be drained" in job.records_of("not_returning")[0].reason
-        again = job.controller._epochs.returning.attempt
+        again = job.controller._recovery.prestart.attempt
         assert again is not None and starting not in again.places.values()

@@ -10,7 +10,7 @@ import pytest
 from core.test_controller_machine import ControlPlane, lose, lose_all
 from core.test_hang_detector import Hanging
 
-from ft_core.control.decide.ladder import Climb, Rung, next_rung
+from ft_core.control.decide.ladder import Escalation, Rung, next_rung
 from ft_core.control.events import End, Terminate
 from ft_core.control.liveness import strikes
 from ft_core.protocol import messages as m
@@ -52,25 +52,25 @@ def began(job: ControlPlane) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(
-    ("height", "limit", "about", "expected"),
+    ("level", "limit", "about", "expected"),
     [
-        (0, 3, {}, Climb(Rung.ALL, 2)),
-        (0, 3, {"apart": frozenset({1})}, Climb(Rung.SOME, 1, frozenset({1}))),
-        (1, 3, {"apart": frozenset({1})}, Climb(Rung.ALL, 2)),
-        (0, 3, {"memory": False, "apart": frozenset({1})}, Climb(Rung.RESTART, 3)),
-        (2, 3, {}, Climb(Rung.RESTART, 3)),
-        (2, 3, {"diverged": True}, Climb(Rung.RESTART, 3)),
-        (3, 3, {"diverged": True}, Climb(Rung.RESTART, 4, own=True)),
-        (0, 3, {"memory": False, "own": True}, Climb(Rung.RESTART, 3, own=True)),
-        (4, 3, {}, Climb(Rung.RESTART, 5)),
+        (0, 3, {}, Escalation(Rung.ALL, 2)),
+        (0, 3, {"incompatible": frozenset({1})}, Escalation(Rung.SOME, 1, frozenset({1}))),
+        (1, 3, {"incompatible": frozenset({1})}, Escalation(Rung.ALL, 2)),
+        (0, 3, {"memory": False, "incompatible": frozenset({1})}, Escalation(Rung.RESTART, 3)),
+        (2, 3, {}, Escalation(Rung.RESTART, 3)),
+        (2, 3, {"diverged": True}, Escalation(Rung.RESTART, 3)),
+        (3, 3, {"diverged": True}, Escalation(Rung.RESTART, 4, skip_durable=True)),
+        (0, 3, {"memory": False, "skip_durable": True}, Escalation(Rung.RESTART, 3, skip_durable=True)),
+        (4, 3, {}, Escalation(Rung.RESTART, 5)),
         (5, 3, {}, None),
-        (2, 1, {}, Climb(Rung.RESTART, 3)),
+        (2, 1, {}, Escalation(Rung.RESTART, 3)),
         (0, 0, {}, None),
     ],
 )
-def test_rungs(height: int, limit: int, about: dict[str, Any], expected: Climb | None) -> None:
-    about = {"apart": NOTHING, "memory": True, "diverged": False} | about
-    assert next_rung(height, limit, **about) == expected
+def test_rungs(level: int, limit: int, about: dict[str, Any], expected: Escalation | None) -> None:
+    about = {"incompatible": NOTHING, "memory": True, "diverged": False} | about
+    assert next_rung(level, limit, **about) == expected
 
 
 def test_an_error_that_comes_again() -> None:
@@ -85,7 +85,7 @@ def test_an_error_that_comes_again() -> None:
         raises(job, 1)
         assert began(job) == (None, "initial", [0, 1]) and rungs(job) == ["all", *restart * ["restart"]]
         assert job["node0"].plan is not None
-        assert job["node0"].plan.started_over == job.controller.facts.epoch
+        assert job["node0"].plan.restart_epoch == job.controller.facts.epoch
         job.all_step(1)
     raises(job, 1)
     assert job.done == End(3)

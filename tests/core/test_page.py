@@ -265,7 +265,7 @@ def test_the_loss_is_over_time_where_it_is_told(site: Site) -> None:
 
 
 def test_who_holds_the_others_up_is_named(site: Site) -> None:
-    site.job.controller._epochs.hangs._suspects = (1,)
+    site.job.controller._recovery.hangs._suspects = (1,)
     with streamed(site) as events:
         job = next(found["job"] for _, found in events if found["job"]["suspected"])
     assert (job["suspected"], job["suspects"]) == (1, [[1, "node2"]])
@@ -589,7 +589,7 @@ def test_a_thousand_nodes_in_a_browser(tmp_path: Path) -> None:
             assert page.evaluate("document.activeElement.dataset.name") == f"node{at}"
         assert page.locator(".node[tabindex='0']").count() == 1
         assert page.locator("#hang").is_hidden()
-        site.job.controller._epochs.hangs._suspects = (0,)
+        site.job.controller._recovery.hangs._suspects = (0,)
         page.get_by_role("button", name="role 0 on node0").click()
         page.locator("dialog#node").get_by_text("main thread: waits").wait_for()
         page.keyboard.press("Escape")

@@ -413,11 +413,11 @@ def test_nobodys_own_suspicion_tells_against_him(tmp_path: Path):
         node.disconnect()
         controller = fleet.controller
         assert controller is not None
-        await fleet.until(lambda: fleet.facts.nodes["node1"].sight.gone_since is not None)
+        await fleet.until(lambda: fleet.facts.nodes["node1"].liveness.gone_since is not None)
         ticks = controller.clock.now
         await fleet.until(lambda: controller.clock.now > ticks + 0.1)
         back.set()
-        await fleet.until(lambda: fleet.facts.nodes["node1"].sight.gone_since is None)
+        await fleet.until(lambda: fleet.facts.nodes["node1"].liveness.gone_since is None)
         assert not fleet.events("detected") and fleet["node0"].epoch == 1
 
     play(test, tmp_path / "job", nodes=2)

@@ -72,7 +72,7 @@ def test_a_standby_starts_a_role_that_trains_apart_from_the_epoch():
     number = start(node)
     assert node.effects(e.SetApart) == [e.SetApart(number, apart=True)]
     [assign] = node.told(m.Assign)
-    assert assign.role == 0 and assign.plan.apart and assign.plan.ahead == {0: 0}
+    assert assign.role == 0 and assign.plan.detached and assign.plan.ahead == {0: 0}
     assert assign.plan.origin == "memory" and assign.plan.completed == {"0-1:1#0": (2, 0)}
     node.handle(e.FromWorker(number, m.AskStartupEntries(1, 0, "0-1:1#0", 0)))
     assert [ask.worker for ask in node.effects(e.AskPeer)] == [number]
@@ -155,7 +155,7 @@ def test_it_stays_through_epochs_in_which_it_is_not_needed():
 @pytest.mark.parametrize(
     "about",
     [
-        {"started_over": 2, "version": None, "origin": "initial"},
+        {"restart_epoch": 2, "version": None, "origin": "initial"},
         {"version": None, "origin": "initial"},
         {"completed": {}},
         {"completed": {"0-1:1#0": (1, 1)}},
@@ -313,7 +313,7 @@ def guard(node: Node, role: int = 0) -> int:
     node.handle(e.Forked(begun.worker, 1000 + begun.worker))
     node.handle(e.WorkerReady(begun.worker))
     [assign] = node.told(m.Assign)
-    assert assign.role == role and assign.plan.apart and assign.plan.completed == {"0-1:1#0": (2, role)}
+    assert assign.role == role and assign.plan.detached and assign.plan.completed == {"0-1:1#0": (2, role)}
     node.handle(e.FromWorker(begun.worker, m.AskStartupEntries(1, role, "0-1:1#0", 0)))
     assert [ask.address for ask in node.effects(e.AskPeer)] == [f"{ELSEWHERE[role]}:1"]
     node.handle(e.FromWorker(begun.worker, m.Registered(0, [0, 1], False, GROUP, OPERATIONS)))
@@ -354,7 +354,7 @@ def test_who_guards_stays_ready_while_others_take_over():
 
 
 @pytest.mark.parametrize(
-    "about", [{"completed": {}}, {"started_over": 2, "version": None, "origin": "initial"}]
+    "about", [{"completed": {}}, {"restart_epoch": 2, "version": None, "origin": "initial"}]
 )
 def test_a_spare_whose_standby_cannot_go_on_starts_the_role_then(about: dict[str, object]):
     node = spare()

@@ -91,7 +91,7 @@ def test_a_report_in_lines(job_dir: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_of_a_job_that_has_ended_and_of_none(job_dir: Path, tmp_path: Path) -> None:
     job = recovered()
-    job.controller._epochs.end(1, "enough\nof it")
+    job.controller._recovery.end_job(1, "enough\nof it")
     with (job_dir / "events.jsonl").open("a") as file:
         end = {"event": "stopped", "epoch": 2, "term": 1, "roles": [], "reason": "enough\nof it"}
         file.write(json.dumps({**end, "monotonic": 40.0, "time": BEGAN + 40.0}) + "\n")

@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 from ft_core.control.cluster_state import ClusterState
 from ft_core.control.decide import decision, ladder, plans
-from ft_core.control.epochs import RecoveryCoordinator
 from ft_core.control.events import Record
 from ft_core.control.liveness.failure_detector import FailureDetector
 from ft_core.control.liveness.strikes import Strikes
@@ -22,6 +21,7 @@ from ft_core.control.observe.goodput import Account
 from ft_core.control.phases import Rebuilding
 from ft_core.control.prestart.attempts import Prestart
 from ft_core.control.prestart.draining import Draining
+from ft_core.control.recovery import RecoveryCoordinator
 from ft_core.leadership.lease import Follower, Lease
 from ft_core.node import epochs as node
 from ft_core.node.events import Commit, DropAfter
@@ -89,7 +89,7 @@ def who_cannot_be_reached_has_ended() -> None:
 
 def out_of_sight_is_dead() -> None:
     """What nodes hold whose connections broke does not count, before the job is given up."""
-    RecoveryCoordinator._waits_for_sight = lambda self, outcome: False  # type: ignore[method-assign]
+    RecoveryCoordinator._wait_for_unreachable_nodes = lambda self, outcome: False  # type: ignore[method-assign]
 
 
 def broken_links_are_not_looked_for() -> None:
@@ -99,7 +99,7 @@ def broken_links_are_not_looked_for() -> None:
 
 def both_ends_of_a_link_are_replaced() -> None:
     """Not one."""
-    mend = RecoveryCoordinator._mend
+    mend = RecoveryCoordinator._replace_broken_link_end
 
     def mutated(self: RecoveryCoordinator) -> None:
         count = len(self.effects)
@@ -109,19 +109,19 @@ def both_ends_of_a_link_are_replaced() -> None:
                 for name in set(effect.more["nodes"]) & set(self.facts.nodes):
                     self.node_lost(self.facts.nodes[name], "its link is broken", m.Fault.TRANSPORT)
 
-    RecoveryCoordinator._mend = mutated  # type: ignore[method-assign]
+    RecoveryCoordinator._replace_broken_link_end = mutated  # type: ignore[method-assign]
 
 
 def any_step_is_progress() -> None:
     """A step that is done again resets the count of futile recoveries."""
-    progressed = RecoveryCoordinator.progressed
+    progressed = RecoveryCoordinator.on_progress
 
     def mutated(self: RecoveryCoordinator, message: Any) -> None:
         progressed(self, message)
         if isinstance(message, m.Stepped):
             self.facts.attempts_without_progress = 0
 
-    RecoveryCoordinator.progressed = mutated  # type: ignore[method-assign]
+    RecoveryCoordinator.on_progress = mutated  # type: ignore[method-assign]
 
 
 def a_report_is_final() -> None:
@@ -322,13 +322,13 @@ def an_older_epochs_abort_is_obeyed() -> None:
 
 def a_part_stays_over() -> None:
     """Also where the job goes back to a durable checkpoint of before its end."""
-    start = RecoveryCoordinator._start
+    start = RecoveryCoordinator._start_epoch
 
     def mutated(self: RecoveryCoordinator, decided: Any, done: Any) -> None:
         self.facts.parts = [-1] * len(self.facts.parts)
         start(self, decided, done)
 
-    RecoveryCoordinator._start = mutated  # type: ignore[method-assign]
+    RecoveryCoordinator._start_epoch = mutated  # type: ignore[method-assign]
 
 
 def the_first_plan_is_all_there_is() -> None:
@@ -338,12 +338,12 @@ def the_first_plan_is_all_there_is() -> None:
 
 def an_older_epochs_progress_counts() -> None:
     """What a role has done in an epoch that is over, and repeats, is taken for one step of this."""
-    progressed = RecoveryCoordinator.progressed
+    progressed = RecoveryCoordinator.on_progress
 
     def mutated(self: RecoveryCoordinator, message: Any) -> None:
         progressed(self, replace(message, epoch=self.facts.epoch))
 
-    RecoveryCoordinator.progressed = mutated  # type: ignore[method-assign]
+    RecoveryCoordinator.on_progress = mutated  # type: ignore[method-assign]
 
 
 def what_is_staged_between_epochs_is_sent() -> None:
@@ -486,8 +486,8 @@ def there_is_no_rung_above_memory() -> None:
     """All begin anew from it again and again."""
     original = ladder.next_rung
 
-    def mutated(height: int, limit: int, **about: Any) -> ladder.Climb | None:
-        return original(min(height, 1), limit, **about)
+    def mutated(level: int, limit: int, **about: Any) -> ladder.Escalation | None:
+        return original(min(level, 1), limit, **about)
 
     ladder.next_rung = mutated
 

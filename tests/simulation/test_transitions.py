@@ -15,7 +15,7 @@ from core.test_controller_machine import ControlPlane, lose
 from core.test_worker_machine import REGISTERED, Worker, plan, restore
 from msgspec.structs import replace
 
-from ft_core.control import epochs, phases
+from ft_core.control import phases, recovery
 from ft_core.control.events import LauncherGone
 from ft_core.node import machine as agent
 from ft_core.node import phases as of_agent
@@ -50,7 +50,7 @@ def watched() -> Iterator[set[Row]]:
         return follow(table, now, to)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (epochs, agent, worker):
+        for module in (recovery, agent, worker):
             patch.setattr(module, "follow", noting)
         yield taken
 

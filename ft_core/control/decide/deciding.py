@@ -15,7 +15,7 @@ from ft_core.control.cluster_state import ALL_IS_LOST, ClusterState, Node, copie
 from ft_core.control.decide import decision
 from ft_core.control.decide.compact import contains
 from ft_core.control.decide.groups import Places
-from ft_core.control.decide.ladder import Climb, Rung
+from ft_core.control.decide.ladder import Escalation, Rung
 from ft_core.errors import Unrecoverable
 from ft_core.protocol.messages import Origin, Redundancy, RoleHeld
 
@@ -96,11 +96,11 @@ def decide(
     standby_overdue: bool,
     avoided: Collection[str] = (),
     clears: bool = False,
-    climb: Climb | None = None,
+    escalation: Escalation | None = None,
 ) -> Outcome:
     """`starting`: places of newcomers that are ready, of replica groups that come back or of roles that move.
     `avoided`: nodes that are used only where there is no other. `clears`: there will be more idle workers.
-    `climb`: why roles begin anew, if they do."""
+    `escalation`: why roles begin anew, if they do."""
     withdrawn = facts.groups.withdrawn
     places = facts.places
     if withdrawn:
@@ -141,8 +141,8 @@ def decide(
         return GiveUp(reason, unrecoverable=True)
 
     try:
-        if climb is not None and climb.rung is Rung.RESTART:
-            stored = _from_storage(facts, frozenset(roles.values()), durable, climb)
+        if escalation is not None and escalation.rung is Rung.RESTART:
+            stored = _from_storage(facts, frozenset(roles.values()), durable, escalation)
             if stored is None:
                 return from_the_scripts_checkpoint("To go on in place did not help.", there_is_one=True)
             chosen = stored
@@ -290,10 +290,10 @@ def _as_begun(facts: ClusterState, nodes: frozenset[str], durable: Durable) -> _
 
 
 def _from_storage(
-    facts: ClusterState, nodes: frozenset[str], durable: Durable, climb: Climb
+    facts: ClusterState, nodes: frozenset[str], durable: Durable, escalation: Escalation
 ) -> _Choice | AskStorage | None:
     """The newest durable checkpoint, if one is to be used; None: what scripts begin with by themselves."""
-    if climb.own:
+    if escalation.skip_durable:
         return None
     if (found := _durable(facts, nodes, durable)) is None:
         return AskStorage(nodes)

@@ -28,17 +28,17 @@ class Rung(StrEnum):
 
 
 ALL_FROM_MEMORY = 2
-"""The height at which all have begun anew from memory: what is above are restarts."""
+"""The level at which all have begun anew from memory: above it are restarts."""
 
 
 @dataclass(frozen=True)
-class Against:
-    """What to go on in place does not help against. It becomes the reason for the job's end on the last rung,
-    with `code` as `ftrun`'s exit code, and with what belongs to the reason."""
+class EscalationCause:
+    """Why going on in place does not help. On the last rung it is why the job ends, with `code` as `ftrun`'s
+    exit code."""
 
     reason: str
     roles: tuple[Role, ...] = ()
-    """That have failed."""
+    """The roles that have failed."""
     code: int = 1
     traceback: str = ""
     """For the last event, from its line break on."""
@@ -56,65 +56,72 @@ class Against:
 
     @property
     def recorded(self) -> str:
-        """For the job's last event."""
+        """The reason for the last event of the job."""
         return self.reason + self.traceback
 
     @property
     def said(self) -> str:
-        """For the console."""
+        """The reason for the console."""
         return self.reason + self.short
 
 
 @dataclass(frozen=True)
-class Climb:
-    """What is tried next. `height`: what of the ladder is behind the job then, see `next_rung`."""
+class Escalation:
+    """The rung that is tried next. `level`: how far up the ladder the job is then, as `next_rung` has it."""
 
     rung: Rung
-    height: int
+    level: int
     roles: frozenset[Role] = frozenset()
-    """Whose workers are replaced, where that is not all."""
-    own: bool = False
+    """The roles whose workers are replaced, where that is not all."""
+    skip_durable: bool = False
     """Whether durable checkpoints are of no use: scripts that went on from one did not come to it again, or
     have gone on to train something else."""
 
     @property
     def restarts(self) -> int:
         """How many times in a row all scripts have been started again by then."""
-        return _restarts(self.height)
+        return _restarts(self.level)
 
-    def takes(self, role: Role) -> bool:
+    def replaces(self, role: Role) -> bool:
         """Whether the worker of that role is replaced."""
         return self.rung is not Rung.SOME or role in self.roles
 
 
 def next_rung(
-    height: int, limit: int, *, apart: frozenset[Role], memory: bool, diverged: bool, own: bool = False
-) -> Climb | None:
+    level: int,
+    limit: int,
+    *,
+    incompatible: frozenset[Role],
+    memory: bool,
+    diverged: bool,
+    skip_durable: bool = False,
+) -> Escalation | None:
     """The lowest rung that is left; None: the job ends.
 
-    `height`: 0 at first and after progress, 1 once some have begun anew, 2 once all have, 2 + *n* after *n*
-    restarts. `limit`: of those; 0: nothing but going on in place is wanted. `apart`: roles of which it is
-    proven that they cannot go on with each other. `memory`: whether there may be state in it that all can
-    begin with. `diverged`: whether it is of scripts that do not do again what they did. `own`: whether
-    durable checkpoints are of something that the scripts have left behind.
+    `level`: 0 at first and after progress, 1 once some have begun anew, 2 once all have, 2 + *n* after *n*
+    restarts. `limit`: the most restarts; 0: only going on in place is wanted. `incompatible`: roles that are
+    proven to be unable to go on with each other. `memory`: whether all can begin with state that is in it.
+    `diverged`: whether the scripts do not do again what they did. `skip_durable`: whether durable checkpoints
+    are of something that the scripts have left behind.
     """
     if not limit:
         return None
-    if memory and apart and height < 1:
-        return Climb(Rung.SOME, 1, apart)
-    if memory and height < ALL_FROM_MEMORY:
-        return Climb(Rung.ALL, ALL_FROM_MEMORY)
-    above = max(height, ALL_FROM_MEMORY) + 1
+    if memory and incompatible and level < 1:
+        return Escalation(Rung.SOME, 1, incompatible)
+    if memory and level < ALL_FROM_MEMORY:
+        return Escalation(Rung.ALL, ALL_FROM_MEMORY)
+    above = max(level, ALL_FROM_MEMORY) + 1
     if above > ALL_FROM_MEMORY + limit:
         return None
-    return Climb(Rung.RESTART, above, own=own or (diverged and height > ALL_FROM_MEMORY))
+    in_vain = diverged and level > ALL_FROM_MEMORY
+    return Escalation(Rung.RESTART, above, skip_durable=skip_durable or in_vain)
 
 
-def _restarts(height: int) -> int:
-    return max(0, height - ALL_FROM_MEMORY)
+def _restarts(level: int) -> int:
+    return max(0, level - ALL_FROM_MEMORY)
 
 
-def in_words(height: int) -> str:
+def in_words(level: int) -> str:
     """What was tried before the job ends, to begin the reason with."""
-    restarts = _restarts(height)
+    restarts = _restarts(level)
     return f"after {restarts} restart{'s' * (restarts > 1)} in a row without a new step: " if restarts else ""

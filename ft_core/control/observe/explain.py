@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from ft_core.control.cluster_state import ClusterState
 from ft_core.control.decide.deciding import GiveUp, Outcome, Shortage, Start
-from ft_core.control.decide.ladder import Climb, Rung
+from ft_core.control.decide.ladder import Escalation, Rung
 from ft_core.control.liveness.strikes import TRIES
 from ft_core.protocol.messages import WorkerLost
 from ft_core.settings import Settings
@@ -64,15 +64,15 @@ def in_vain(facts: ClusterState, reason: str, roles: Iterable[int]) -> str:
     return text
 
 
-def begins_anew(climb: Climb, reason: str, settings: Settings) -> str:
+def begins_anew(escalation: Escalation, reason: str, settings: Settings) -> str:
     """Which rung of the ladder is next, and why."""
     what = reason.splitlines()[0]
-    if climb.rung is Rung.SOME:
-        return f"roles {sorted(climb.roles)} begin anew, from memory, as they never meet again: {what}"
-    if climb.rung is Rung.ALL:
+    if escalation.rung is Rung.SOME:
+        return f"roles {sorted(escalation.roles)} begin anew, from memory, as they never meet again: {what}"
+    if escalation.rung is Rung.ALL:
         return f"all roles begin anew, from memory, for to go on in place does not help: {what}"
     return (
-        f"all scripts are started again, from the newest checkpoint (restart {climb.restarts} of "
+        f"all scripts are started again, from the newest checkpoint (restart {escalation.restarts} of "
         f"{settings.max_restarts} without a new step, --max-restarts): {what}"
     )
 

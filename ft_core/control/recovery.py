@@ -24,7 +24,7 @@ from ft_core.control.decide.deciding import (
 )
 from ft_core.control.decide.durable_names import Checkpoints
 from ft_core.control.decide.forming import first_places
-from ft_core.control.decide.ladder import Against, Climb, Rung
+from ft_core.control.decide.ladder import Escalation, EscalationCause, Rung
 from ft_core.control.events import Close, Emitted, End, Peer, PrintConsole, Record, Send
 from ft_core.control.lead import takeover
 from ft_core.control.liveness import strikes
@@ -54,6 +54,7 @@ from ft_core.control.phases import (
     Running,
     Waiting,
 )
+from ft_core.control.plan_delivery import PlanDelivery
 from ft_core.control.prestart.attempts import Prestart
 from ft_core.control.prestart.draining import Draining
 from ft_core.control.progress import Progress
@@ -61,7 +62,6 @@ from ft_core.control.samples import Samples
 from ft_core.process.transitions import follow
 from ft_core.protocol import messages as m
 from ft_core.protocol.goodput import Cause
-from ft_core.protocol.table import changes, hosts_of, pieces
 
 log = logging.getLogger(__name__)
 
@@ -71,20 +71,22 @@ REPEAT = 1.0
 """Seconds after which a plan is sent again to a node that has not begun it."""
 STANDBY_GRACE = 20.0
 """Seconds that a healthy node has to bring up a standby before a crashed worker's role moves elsewhere."""
-APART = ("mismatch", "circle")
+NEVER_MEET = ("mismatch", "circle")
 """Kinds of hangs in which it is proven that roles never meet again, whoever is to blame."""
 
 
 class RecoveryCoordinator:
-    """The epoch under way, or what comes between two."""
+    """Takes the job from one epoch to the next: what has failed, who has reported, how it goes on."""
 
     def __init__(
         self, facts: ClusterState, ids: Callable[[], str], recorded: Mapping[str, int], settled: float
     ) -> None:
-        """Takes what `Controller` does."""
+        """`facts`: what is known of the job. `ids`: makes texts that nobody else has. `recorded`: the newest
+        epoch in which each event that comes once an epoch was written down, by its name. `settled`: the
+        monotonic time in seconds before which an older leader may still be obeyed."""
         self.facts, self.settled = facts, settled
         self._phase: Phase = Forming()
-        self.returning = Prestart()
+        self.prestart = Prestart()
         self.draining = Draining()
         self.completion = Completion()
         self.checkpoints = Checkpoints()
@@ -98,12 +100,12 @@ class RecoveryCoordinator:
         """Why scripts run without fault tolerance, if so."""
         self._so_far = ""
         """The same of those that may yet ask for it."""
-        self.watch = FailureDetector(facts)
+        self.failure_detector = FailureDetector(facts)
         self.strikes_changed = False
         """Whether the agents have yet to be told."""
-        self.climb: Climb | None = None
+        self.escalation: Escalation | None = None
         """Who begins anew in the next epoch, where it is known that the others cannot go on with those."""
-        self._ending: deque[tuple[int, str]] = deque()
+        self._workers_to_exit: deque[tuple[int, str]] = deque()
         """Roles whose workers were told to end for that, and their nodes."""
         self.leaving = False
         """Whether SIGTERM has come: what ends because of it is not replaced."""
@@ -112,19 +114,14 @@ class RecoveryCoordinator:
         """What the event that is being handled has led to."""
         self._ids, self._recorded = ids, dict(recorded)
         facts.stepped_epoch, facts.script_resumes = recorded.get("resumed", 0), "resumes" in recorded
-        self._own: dict[m.NodeName, m.OwnPlan] = {}
-        """What single nodes must know of the plan."""
-        self._whole: list[m.Hosts | m.SharedPlan] = []
-        """The plan for nodes that do not know the one before, once it was asked for."""
-        self._without_roles: tuple[Mapping[m.NodeName, m.NodeAddress], m.NodesChanged] | None = None
-        """The plan's nodes, and those without a role among them, as a message."""
+        self._delivery = PlanDelivery(facts)
         self._lost: dict[int, tuple[str, int]] = {}
         """Role -> node and pid of the worker that was lost last."""
         self._last_failure: tuple[str, int, list[int]] = "", 1, []
         """Why, the exit code should it be the last, and the roles that were lost."""
         self._shortage = ""
         """What was said last of what the job waits for."""
-        self._others_plan = False
+        self._plan_was_inherited = False
         """Whether the plan is a former controller's: how far its roles have come is known from them alone."""
 
     @property
@@ -132,8 +129,8 @@ class RecoveryCoordinator:
         """What the job is doing."""
         return self._phase
 
-    def go(self, to: Phase) -> None:
-        """It does something else from now on."""
+    def transition(self, to: Phase) -> None:
+        """Enter another phase. Raises if the table in `phases` does not have it."""
         self._phase = follow(TRANSITIONS, self._phase, to)
 
     def do(self, *effects: Emitted) -> None:
@@ -159,8 +156,8 @@ class RecoveryCoordinator:
 
     # -- controllers and nodes that come back ------------------------------------------------------
 
-    def was_given_up(self, node: Node) -> bool:
-        """Whether a plan was made without this node since it began its own; if so, it is told.
+    def turn_away_if_replaced(self, node: Node) -> bool:
+        """Tell a node that a plan was made without it since it began its own, if so. Returns whether it was.
 
         Its roles are played elsewhere then, and its state is of a past that may have been done again. A node
         that was thought lost and is back before any such plan takes part as if nothing had been.
@@ -179,21 +176,21 @@ class RecoveryCoordinator:
         self.do(Send(node.peer, m.GivenUp()), Close(node.peer))
         return True
 
-    def look_for_plan(self, epoch: int) -> None:
-        """Somebody has begun a plan of `epoch`: if it is newer than what is known, learn it first."""
+    def rebuild_if_newer_plan(self, epoch: int) -> None:
+        """Learn the plan of `epoch` first, which somebody has begun, if it is newer than what is known."""
         phase = self.phase
         if isinstance(phase, Rebuilding):
             if epoch > max(phase.newest, self.facts.plan_epoch):
                 phase.newest, phase.asked_at = epoch, float("-inf")
         elif epoch > self.facts.plan_epoch:
-            self.go(Rebuilding(epoch, self.now, self.now))
+            self.transition(Rebuilding(epoch, self.now, self.now))
 
     @property
-    def planned(self) -> bool:
-        """Whether the newest plan is here. Without it, a restarted controller understands little."""
+    def plan_known(self) -> bool:
+        """Whether this controller has the newest plan. Without it, a restarted one understands little."""
         return not isinstance(self.phase, Rebuilding) or self.facts.plan_epoch >= self.phase.newest
 
-    def take(self, node: Node, told: m.KeptState) -> None:
+    def adopt_plan_of_predecessor(self, node: Node, told: m.KeptState) -> None:
         """Take over the state of another controller, from an agent that has begun its plan."""
         hosts, node.hosts = node.hosts, []
         state = plans.kept(told.state, hosts)
@@ -205,16 +202,16 @@ class RecoveryCoordinator:
         for there in self.facts.nodes.values():
             if strikes.place(there.name) in blamed:  # missed, perhaps, by a leader that was none any more
                 self.facts.strikes.lives(there.name, there.hello.pid)
-        self._begin(state, others=True)
-        self.returning.taken_over(self.now)
+        self._install_plan(state, None)
+        self.prestart.taken_over(self.now)
         for node in list(self.facts.nodes.values()):
-            if self.was_given_up(node):
+            if self.turn_away_if_replaced(node):
                 self.facts.drop(node)
 
     def take_over(self, phase: Rebuilding, plan: m.Plan) -> None:
         """Go on where the former controller was, or begin a recovery where that is not possible."""
         facts = self.facts
-        self.go(Running())
+        self.transition(Running())
         if facts.trained:
             facts.fill_catalogue(range(facts.settings.world_size))
         restoring = Cause.START_UP if plan.origin == "initial" else Cause.RESTORING
@@ -226,28 +223,30 @@ class RecoveryCoordinator:
         self.hear_of_parts(facts.nodes.values())
         self.release_if_complete()
         self.completion.taken_over()
-        self.watch.miss(set(plan.nodes) - set(facts.nodes), phase.heard_at)
+        self.failure_detector.miss(set(plan.nodes) - set(facts.nodes), phase.heard_at)
         dead = takeover.dead(facts, plan)
         for reason, roles in phase.undone:
             self.record("detected", reason, roles)
         self.tell_of_nodes()
-        self.do(*facts.to_all(self._nodes_without_roles()))
+        self.do(*facts.to_all(self._delivery.nodes_without_roles()))
         self.strikes_changed = True
         if dead or phase.undone or takeover.unbegun(facts, plan) or facts.epoch > plan.epoch:
             self.fail("lost while the controller was away" if dead else "recovery was under way", dead)
 
     # -- plans -------------------------------------------------------------------------------------
 
-    def _begin(self, plan: m.Plan, others: bool = False) -> None:
-        self.facts.plan, self.progress, self._others_plan = plan, Progress(plan), others
-        self._own, self._whole = {}, []
+    def _install_plan(self, plan: m.Plan, own: dict[m.NodeName, m.OwnPlan] | None) -> None:
+        """From now on this plan counts. `own`: what single nodes must know of it; None: another controller
+        has made it."""
+        self.facts.plan, self.progress, self._plan_was_inherited = plan, Progress(plan), own is None
+        self._delivery.new_plan(own)
 
-    def _start(self, start: Start, counts: Sequence[tuple[int, m.Counts]] = ()) -> None:
+    def _start_epoch(self, start: Start, counts: Sequence[tuple[int, m.Counts]] = ()) -> None:
         """Begin an epoch. `counts`: the start-up operations of newcomers that have replayed them already."""
         facts, before = self.facts, self.facts.plan
-        self.returning.epoch_begins(self.now)
+        self.prestart.epoch_begins(self.now)
         self.draining.epoch_begins(facts)
-        self.watch.begins()
+        self.failure_detector.begins()
         self.completion.left.clear()
         facts.groups.withdrawn = set()
         facts.groups.changed(start.version, start.roles)
@@ -262,10 +261,9 @@ class RecoveryCoordinator:
         for role, known in counts:
             facts.records.say(role, known)
         plan = plans.make(facts, start, name=f"{facts.epoch}-{self._ids()}", job=job)
-        self._begin(plan)
-        self._own = plans.own_plans(facts, plan)
-        self.go(Running())
-        self._shortage, self.climb = "", None
+        self._install_plan(plan, plans.own_plans(facts, plan))
+        self.transition(Running())
+        self._shortage, self.escalation = "", None
         moved = {role: start.roles[role] for role in start.lost if role in start.roles}
         about = {"version": start.version, "origin": start.origin, "moved": moved}
         cause = Cause.START_UP if start.origin == "initial" else Cause.RESTORING
@@ -273,7 +271,7 @@ class RecoveryCoordinator:
         self.tell_of_strikes()  # so that whoever has the plan knows of the failures before it
         self.record("decided", f"version {start.version} ({start.origin})", start.lost, time, **about)
         self._tell_of_protection()
-        self._send_plans(before)
+        self.do(*self._delivery.to_all(before, self.now))
         if facts.settings.policy == "shrink":
             self.do(*self.samples.begin(facts))
             left = set(before.roles if before is not None else ()) - set(start.roles)
@@ -282,51 +280,9 @@ class RecoveryCoordinator:
                 if change:
                     self.record(name, f"replica groups {facts.groups.of(change)}", sorted(change))
 
-    def _send_plans(self, before: m.Plan | None) -> None:
-        """To all nodes; those that have the plan before are told what is different."""
-        facts, plan = self.facts, self.facts.current_plan
-        shared: m.SharedPlan | None = None
-        # First what single nodes must know: what all are told stays one message to who speaks for many.
-        own = ((facts.nodes.get(name), order) for name, order in self._own.items())
-        self.effects += [Send(node.peer, order) for node, order in own if node is not None]
-        for node in facts.nodes.values():
-            node.plan_sent_at = self.now
-            if before is None or node.applied_plan != before.id:
-                self.do(*(Send(node.peer, part) for part in self._whole_plan()))
-                continue
-            if shared is None:
-                shared = m.SharedPlan(before.id, *changes(before, plan), plan.state)
-            self.effects.append(Send(node.peer, shared))
-
-    def _send_plan(self, node: Node) -> None:
-        """All of it."""
-        node.plan_sent_at = self.now
-        if (own := self._own.get(node.name)) is not None:
-            self.do(Send(node.peer, own))
-        self.do(*(Send(node.peer, part) for part in self._whole_plan()))
-
-    def _whole_plan(self) -> list[m.Hosts | m.SharedPlan]:
-        """What all must know who know nothing."""
-        plan = self.facts.current_plan
-        if not self._whole:
-            hosts = hosts_of(plan.roles, plan.nodes).values()
-            self._whole = [*pieces(plan.id, hosts), m.SharedPlan(plan.id, [], [], plan.state)]
-        return self._whole
-
-    def _nodes_without_roles(self) -> m.NodesChanged:
-        """For a node that may have missed changes."""
-        plan = self.facts.current_plan
-        if self._without_roles is None or self._without_roles[0] is not plan.nodes:
-            hosts = self.facts.roles_by_node
-            idle: dict[m.NodeName, m.NodeAddress | None] = {
-                name: at for name, at in plan.nodes.items() if name not in hosts
-            }
-            self._without_roles = plan.nodes, m.NodesChanged(id=plan.id, nodes=idle, all=True)
-        return self._without_roles[1]
-
-    def has_greeted(self, node: Node, known: bool) -> None:
-        """It is told what it may have missed; what it has told may be what was waited for. `known`: it was
-        there before."""
+    def on_greeting(self, node: Node, known: bool) -> None:
+        """A node has greeted: it is told what it may have missed, and what it has told may be what was waited
+        for. `known`: whether it was there before."""
         facts, roles = self.facts, set(node.holdings.roles)
         self.hear_of_parts([node])
         if facts.parts:
@@ -348,13 +304,15 @@ class RecoveryCoordinator:
             self.tell_of_nodes()
         if facts.plan is not None and node.applied_plan == facts.plan.id:
             # Who has come and gone since the plan was made. From now on it knows what all know.
-            self.do(Send(node.peer, self._nodes_without_roles()))
-        self.do(*self.returning.back(node, roles))
+            self.do(Send(node.peer, self._delivery.nodes_without_roles()))
+        self.do(*self.prestart.back(node, roles))
         self.do(*self.draining.greeted(facts, node, known))
         self.decide_if_ready()
 
     def remind(self, node: Node, epoch: int, shown: Collection[int]) -> None:
-        """Say again what a node has not heard: its connection broke, or a controller died over saying it.
+        """Bring a node to what it should do; with each of its heartbeats. It may not have heard an order,
+        since its connection broke or a controller died over saying it. May end the epoch: where it has begun
+        one that this controller does not know.
 
         `epoch` is the newest that it has heard of; `shown` are the roles that it has, or has workers for.
         """
@@ -369,33 +327,31 @@ class RecoveryCoordinator:
             return
         if epoch < facts.epoch:
             self.do(Send(node.peer, m.Abort(epoch=facts.epoch)))
-        # Of a start ahead that was given up, which was not heard.
+        # Roles that it has started ahead of need, for an attempt that was given up; it has not heard that.
         others = [role for role in shown if facts.places.get(role) != node.name]
-        others = sorted(set(others).difference(self.returning.on(node.name))) if others else others
+        others = sorted(set(others).difference(self.prestart.on(node.name))) if others else others
         if others and node.applied_plan == plan.id:
             self.do(Send(node.peer, m.Withdraw(roles=others)))
         if not running:
             for role in sorted(shown):
-                if anew := self._is_to_begin_anew(role):
-                    self._ending.append((role, node.name))
+                if anew := self._is_being_replaced(role):
+                    self._workers_to_exit.append((role, node.name))
                 if anew or role in facts.groups.withdrawn:
                     self.do(Send(node.peer, m.KillWorker(role=role)))
         elif node.applied_plan != plan.id:
             if self.now - node.plan_sent_at > REPEAT:
-                self._send_plan(node)
+                self.do(*self._delivery.again_to(node, self.now))
         else:
-            self.do(*self.returning.remind(node, shown))
+            self.do(*self.prestart.remind(node, shown))
 
     def tell_of_nodes(self) -> None:
         """Nodes without a role have come or gone in the epoch under way: they keep copies for others."""
-        if isinstance(self.phase, Running) and (changed := plans.nodes_changed(self.facts)) is not None:
-            self.facts.plan, news = changed
-            self._whole = []
-            self.do(*self.facts.to_all(news))
+        if isinstance(self.phase, Running):
+            self.do(*self._delivery.node_changes())
 
     # -- how far the roles are ---------------------------------------------------------------------
 
-    def progressed(self, message: m.Restored | m.Stepped | m.Reopened) -> None:
+    def on_progress(self, message: m.Restored | m.Stepped | m.Reopened) -> None:
         facts = self.facts
         if facts.plan is None or message.epoch != facts.epoch:
             return
@@ -405,7 +361,7 @@ class RecoveryCoordinator:
             if isinstance(self.phase, Running):  # what is said again tells nothing of when it was
                 self.do(StepDone(message.version))
             if due is not None:
-                self.returning.stepped()
+                self.prestart.stepped()
         if due is not None:
             name, about = due
             if isinstance(message, m.Restored) and isinstance(self.phase, Running):
@@ -422,20 +378,20 @@ class RecoveryCoordinator:
                     reason="should the script have to be started again, it has checkpoints of its own",
                 )
 
-    def beaten(self, node: Node, beat: m.Heartbeat) -> None:
+    def on_heartbeat(self, node: Node, beat: m.Heartbeat) -> None:
         """A node says that it lives, and how far its roles are: some thousands a second of a large job."""
         facts, now = self.facts, self.now
         newest = max([role.step for role in beat.roles.values()], default=-1)
-        taking_part = self.returning.taking_part(node.name, beat.roles)
+        taking_part = self.prestart.taking_part(node.name, beat.roles)
         counts = beat.epoch == facts.epoch and isinstance(self.phase, Running)
         self.do(NodeBeat(node.name, node.beats, beat, taking_part if counts else {}, newest))
         node.beat(beat)
         node.liveness.beat(now)
-        self.watch.beat(beat.begun, newest, now)
+        self.failure_detector.beat(beat.begun, newest, now)
         self.hangs.beat(taking_part, now)
         self.remind(node, beat.epoch, beat.roles.keys())
-        if self.returning.attempt is not None:
-            self.do(*self.returning.beat(facts, node.name))
+        if self.prestart.attempt is not None:
+            self.do(*self.prestart.beat(facts, node.name))
         self.draining.beat(node, beat)
         # Kept here, because a node that is lost takes what it said with it.
         facts.seen_at([newest])
@@ -443,7 +399,7 @@ class RecoveryCoordinator:
     def end_if_finished(self) -> bool:
         if not self.completion.over(self.facts.places):
             return False
-        self.end(0, "every role has finished")
+        self.end_job(0, "every role has finished")
         return True
 
     def hear_of_parts(self, nodes: Iterable[Node]) -> None:
@@ -478,16 +434,16 @@ class RecoveryCoordinator:
         where = f"worker {lost.pid} of role {role} on {node.name}: {lost.exit}"
         facts, same_again = self.facts, self.facts.strikes.again(lost)
         facts.seen_at([lost.step])
-        if lost.fault is m.Fault.TERMINATED and self._is_to_begin_anew(role):
-            if self.returning.concerns(role, node.name):
-                self.do(*self.returning.fail(facts, where))
+        if lost.fault is m.Fault.TERMINATED and self._is_being_replaced(role):
+            if self.prestart.concerns(role, node.name):
+                self.do(*self.prestart.fail(facts, where))
             else:
                 facts.worker_died(node, role)
             self.decide_if_ready()
             return
         self._strike(strikes.of_worker(lost, node.name, facts.trained), node.hello.domain)
-        if self.returning.concerns(role, node.name):
-            self.do(*self.returning.fail(facts, where))
+        if self.prestart.concerns(role, node.name):
+            self.do(*self.prestart.fail(facts, where))
             return
         facts.worker_died(node, role)
         local = facts.initial_version is None or self.unprotected or self.completion.released
@@ -499,7 +455,7 @@ class RecoveryCoordinator:
             self._end_if_missed()
         elif lost.fault is m.Fault.LEFT:
             why = f"{where}, in the middle of training (os._exit?): the others would wait for it"
-            self.begin_anew(Against(why, (role,), fault=lost.fault, node=node.name))
+            self.escalate(EscalationCause(why, (role,), fault=lost.fault, node=node.name))
         elif lost.code > 0 and (self.unprotected or self.completion.released):
             self._script_failed(lost, where, node.name)
         elif why := strikes.ends(lost, facts.trained, same_again):
@@ -511,7 +467,7 @@ class RecoveryCoordinator:
 
     def runs_unprotected(self, said: m.Unprotected) -> None:
         """The script does without fault tolerance, has until now, or does so from now on."""
-        if self._is_to_begin_anew(said.role):
+        if self._is_being_replaced(said.role):
             return
         if said.so_far:
             self._so_far = said.reason if self.facts.initial_version is None else ""
@@ -519,9 +475,9 @@ class RecoveryCoordinator:
             self.unprotected = said.reason
             self.do(TimeGoes(Cause.UNKNOWN))
         self._tell_of_protection()
-        if self.unprotected and self.climb is None and isinstance(self.phase, Quiescing | Waiting):
+        if self.unprotected and self.escalation is None and isinstance(self.phase, Quiescing | Waiting):
             # It had done so before it heard that the epoch is over, and takes part in no other.
-            self.begin_anew(Against(f"the job is not protected: {self.unprotected}"))
+            self.escalate(EscalationCause(f"the job is not protected: {self.unprotected}"))
 
     @property
     def not_protected(self) -> str:
@@ -535,7 +491,7 @@ class RecoveryCoordinator:
 
     def suspected(self, node: Node, said: m.Suspect) -> None:
         """A worker saw connections break in this epoch."""
-        self.watch.suspected(node.name, said.reason, self.now)
+        self.failure_detector.suspected(node.name, said.reason, self.now)
         self.record("suspected", said.reason, [said.role])
         if said.by_link:  # also where nobody has to be replaced
             self._strike(strikes.of_link(node.name, said), node.hello.domain)
@@ -544,74 +500,80 @@ class RecoveryCoordinator:
 
     def _end_if_missed(self) -> None:
         """Connections that break show that somebody waits for who has left."""
-        missed = self.completion.missed(self.watch.broke) if self.watch.broke else None
+        missed = self.completion.missed(self.failure_detector.broke) if self.failure_detector.broke else None
         if missed is not None and not isinstance(self.phase, Done):
-            self.begin_anew(Against(missed))
+            self.escalate(EscalationCause(missed))
 
     def _script_failed(self, lost: m.WorkerLost, where: str, node: m.NodeName) -> None:
         """The script would fail of it again. Should the job end of it, then with the script's exit code."""
         short, code = explain.script_error(lost, self.facts.job_dir), strikes.exit_code(lost)
-        against = Against(where, (lost.role,), code, f"\n{lost.traceback}", f"\n{short}", lost.fault, node)
+        cause = EscalationCause(
+            where, (lost.role,), code, f"\n{lost.traceback}", f"\n{short}", lost.fault, node
+        )
         if lost.fault in strikes.FINAL:
-            self.end(code, against.recorded, against.said)
+            self.end_job(code, cause.recorded, cause.said)
         else:
-            self.begin_anew(against)
+            self.escalate(cause)
 
-    def begin_anew(self, against: Against, apart: Collection[int] = ()) -> None:
+    def escalate(self, cause: EscalationCause, incompatible: Collection[int] = ()) -> None:
         """To go on in place does not help: climb the ladder, whose last rung is the end of the job.
 
-        `apart`: roles that provably cannot go on with each other.
+        `incompatible`: roles that provably cannot go on with each other.
         """
-        facts, about = self.facts, against.about
+        facts, about = self.facts, cause.about
         if isinstance(self.phase, Done):
             return
-        if self.climb is not None and not isinstance(self.phase, Running):  # they begin anew already
-            self.fail(against.reason, list(against.roles), **about)
+        if self.escalation is not None and not isinstance(self.phase, Running):  # they begin anew already
+            self.fail(cause.reason, list(cause.roles), **about)
             return
         facts.note_progress()
-        climb = None
+        escalation = None
         if not self.leaving and not isinstance(self.phase, Forming):
-            climb = ladder.next_rung(
+            escalation = ladder.next_rung(
                 facts.escalation_level,
                 facts.settings.max_restarts,
-                apart=frozenset(apart),
+                incompatible=frozenset(incompatible),
                 memory=facts.trained and not self.unprotected and not self.completion.released,
-                diverged=against.fault is m.Fault.DIVERGED,
-                own=facts.trained and bool(self.unprotected),
+                diverged=cause.fault is m.Fault.DIVERGED,
+                skip_durable=facts.trained and bool(self.unprotected),
             )
-        if climb is None:  # INV-7 (ends)
+        if escalation is None:  # INV-7 (ends)
             how_often = ladder.in_words(facts.escalation_level)
-            self.end(against.code, how_often + against.recorded, how_often + against.said)
+            self.end_job(cause.code, how_often + cause.recorded, how_often + cause.said)
             return
-        self.climb, facts.escalation_level, facts.attempts_without_progress = climb, climb.height, 0
-        if climb.rung is Rung.RESTART:
+        self.escalation, facts.escalation_level, facts.attempts_without_progress = (
+            escalation,
+            escalation.level,
+            0,
+        )
+        if escalation.rung is Rung.RESTART:
             self.completion = Completion()
             self.unprotected, self._so_far = self._program, ""
-        words = explain.begins_anew(climb, against.reason, facts.settings)
+        words = explain.begins_anew(escalation, cause.reason, facts.settings)
         if isinstance(self.phase, Running):
-            self.end_epoch("detected", against.reason, against.roles, **about)
-            self.record("begins_anew", words, against.roles, rung=climb.rung)
+            self.end_epoch("detected", cause.reason, cause.roles, **about)
+            self.record("begins_anew", words, cause.roles, rung=escalation.rung)
         elif isinstance(self.phase, Rebuilding):
-            self.phase.undone.append((against.reason, list(against.roles)))
-            self.record("begins_anew", words, against.roles, rung=climb.rung)
+            self.phase.undone.append((cause.reason, list(cause.roles)))
+            self.record("begins_anew", words, cause.roles, rung=escalation.rung)
         else:
-            self.record("detected", against.reason, against.roles, **about)
-            self.end_epoch("begins_anew", words, against.roles, rung=climb.rung)
+            self.record("detected", cause.reason, cause.roles, **about)
+            self.end_epoch("begins_anew", words, cause.roles, rung=escalation.rung)
 
-    def _is_to_begin_anew(self, role: int) -> bool:
-        """Whether its worker has been told to end for that."""
-        if self.climb is None or not isinstance(self.phase, Quiescing | Waiting):
+    def _is_being_replaced(self, role: int) -> bool:
+        """Whether the worker of this role was told to end, since going on in place does not help."""
+        if self.escalation is None or not isinstance(self.phase, Quiescing | Waiting):
             return False
-        return self.climb.takes(role)
+        return self.escalation.replaces(role)
 
-    def _waits_for_ends(self) -> bool:
-        """Whether workers live yet that are to be replaced in the next epoch."""
+    def _workers_still_exiting(self) -> bool:
+        """Whether workers live yet that are to be replaced in the next epoch. Forgets those that do not."""
         places = self.facts.places
-        while self._ending:  # all that have ended are looked at once, however many there are
-            role, node = self._ending[0]
+        while self._workers_to_exit:  # all that have ended are looked at once, however many there are
+            role, node = self._workers_to_exit[0]
             if places.get(role) == node and self.facts.alive(role, node):
                 return True
-            self._ending.popleft()
+            self._workers_to_exit.popleft()
         return False
 
     def _strike(self, strike: m.FailureRecord, domain: str) -> None:
@@ -638,20 +600,21 @@ class RecoveryCoordinator:
         sight.
 
         It is forgotten: what it says from now on is not heard, and should it come back after a plan was made
-        without it, it joins as a spare (`was_given_up`). If it was to bring a replica group back, that is
-        given up, and nobody else notices. If it had roles, the epoch ends (`_fail`, `_end_epoch`): all
-        workers leave their step (`Abort`), the other agents report what they hold (`Holdings`), and once all
-        have (`_decide_if_ready`), other nodes get its roles (`deciding.decide`, `_start`), or the job waits
-        for one. If it had none, nobody stops: the others are told where no more copies are to be kept.
+        without it, it joins as a spare (`turn_away_if_replaced`). If it was to bring a replica group back,
+        that is given up, and nobody else notices. If it had roles, the epoch ends (`fail`, `end_epoch`): all
+        workers leave their step (`Abort`), the other agents report what they hold (`HoldingsChanged`), and
+        once all have (`decide_if_ready`), other nodes get its roles (`deciding.decide`, `_start_epoch`), or
+        the job waits for one. If it had none, nobody stops: the others are told where no more copies are
+        to be kept.
         """
         self.do(*self.draining.lost(self.facts, node.name))
         self.facts.drop(node)
         self.do(FirstSign(self.wall - node.liveness.silence(self.now)))
         if fault is m.Fault.NODE and not node.liveness.ended:
-            self.watch.miss([node.name], self.now)
+            self.failure_detector.miss([node.name], self.now)
         self.do(Close(node.peer))
-        if self.returning.on(node.name):
-            self.do(*self.returning.fail(self.facts, f"node {node.name} is lost"))
+        if self.prestart.on(node.name):
+            self.do(*self.prestart.fail(self.facts, f"node {node.name} is lost"))
         self._strike(strikes.of_node(node.name, node.hello.pid, fault), node.hello.domain)
         roles = self.facts.roles_by_node.get(node.name, [])
         if roles:
@@ -665,7 +628,7 @@ class RecoveryCoordinator:
         """A role cannot have its state. Before it is decided again: does its node reach those who have it?"""
         self.fail(reason, [role])
         if isinstance(self.phase, Quiescing | Waiting):
-            self.watch.fetch_failed(node.name, reason, self.now)
+            self.failure_detector.fetch_failed(node.name, reason, self.now)
 
     def fail(
         self, reason: str, roles: list[int], code: int = 1, fault: m.Fault | None = None, node: str = ""
@@ -689,9 +652,9 @@ class RecoveryCoordinator:
         elif isinstance(phase, Quiescing | Waiting):
             self.record("detected", reason, roles, **more)
             self.decide_if_ready()
-        elif self.unprotected and self.climb is None:
+        elif self.unprotected and self.escalation is None:
             reason = f"{reason}; the job is not protected: {self.unprotected}"
-            self.begin_anew(Against(reason, tuple(roles), code, fault=fault, node=node))
+            self.escalate(EscalationCause(reason, tuple(roles), code, fault=fault, node=node))
         else:
             self.facts.attempts_without_progress, self._last_failure = (
                 self.facts.attempts_without_progress + 1,
@@ -702,14 +665,14 @@ class RecoveryCoordinator:
     def end_epoch(self, event: str, reason: str, roles: Collection[int], **more: Any) -> None:
         """Have all workers leave what they are in, and decide how to go on."""
         self.facts.epoch = self.facts.next_epoch()
-        self.watch.ends()
-        self.do(*self.returning.epoch_ends(self.facts, self.now))
-        self.go(Quiescing(self.now))
+        self.failure_detector.ends()
+        self.do(*self.prestart.epoch_ends(self.facts, self.now))
+        self.transition(Quiescing(self.now))
         self.checkpoints = self.checkpoints.forgotten()
         self.record(event, reason, roles, TimeGoes(Cause.DECISION), **more)
-        if (climb := self.climb) is not None:
-            ends = {role: node for role, node in self.facts.places.items() if climb.takes(role)}
-            self._ending = deque(ends.items())
+        if (escalation := self.escalation) is not None:
+            ends = {role: node for role, node in self.facts.places.items() if escalation.replaces(role)}
+            self._workers_to_exit = deque(ends.items())
             self._kill(ends)
         self.do(*self.facts.to_all(m.Abort(epoch=self.facts.epoch)))
         self.decide_if_ready()
@@ -719,7 +682,7 @@ class RecoveryCoordinator:
         facts = self.facts
         roles = facts.groups.roles(facts.groups.of(late))
         facts.groups.withdrawn |= set(roles)
-        self.do(*self.returning.give_up(facts, {role: facts.places[role] for role in roles}))
+        self.do(*self.prestart.give_up(facts, {role: facts.places[role] for role in roles}))
         limit = facts.settings.return_limit
         reason = f"roles {late} did not have their state within {limit:g} s"
         self.end_epoch("not_returning", reason, roles)
@@ -729,48 +692,49 @@ class RecoveryCoordinator:
     def disconnected(self, node: Node) -> None:
         """Its connection has ended. It may come back, unless others find that its process has ended: they are
         asked at once."""
-        self.watch.disconnected(node, self.now)
-        self._look_at_nodes()
+        self.failure_detector.disconnected(node, self.now)
+        self._judge_nodes()
 
     def probed(self, node: Node, answer: m.NodesProbed) -> None:
         """It says which others it reaches."""
-        if self.watch.probed(node, answer):
-            self._look_at_nodes()
+        if self.failure_detector.probed(node, answer):
+            self._judge_nodes()
 
-    def _look_at_nodes(self) -> None:
+    def _judge_nodes(self) -> None:
         """Those that are silent, or gone: who is lost, and who is to be asked about whom."""
-        for node, why in self.watch.lost(isinstance(self.phase, Running), self.now):
+        for node, why in self.failure_detector.lost(isinstance(self.phase, Running), self.now):
             self.node_lost(node, why)
-        self.do(*self.watch.questions(self.now))
+        self.do(*self.failure_detector.questions(self.now))
 
-    def look_for_nodes(self) -> None:
+    def check_nodes(self) -> None:
         """The same, and whether they reach each other."""
-        self._look_at_nodes()
+        self._judge_nodes()
         if isinstance(self.phase, Running | Quiescing | Waiting) and not self.unprotected:
-            self.do(*self.watch.question_links(self.now))
-            if self.watch.links.over:
-                self._mend()
+            self.do(*self.failure_detector.question_links(self.now))
+            if self.failure_detector.links.over:
+                self._replace_broken_link_end()
 
-    def _mend(self) -> None:
-        """It is known which links are broken: replace one end of one, or what broke is made anew."""
-        facts, why = self.facts, self.watch.broke
+    def _replace_broken_link_end(self) -> None:
+        """All links were tried: replace one end of a broken one; if none is, begin an epoch with new
+        connections."""
+        facts, why = self.facts, self.failure_detector.broke
         first = {name: role for role, name in sorted(facts.places.items(), reverse=True)}
         none = facts.settings.world_size  # a node without a role is replaced rather than one with some
         failed = lambda name: len(facts.strikes.against(strikes.place(name), self.now))  # noqa: E731
-        broken = self.watch.links.found(failed, lambda name: first.get(name, none))
+        broken = self.failure_detector.links.found(failed, lambda name: first.get(name, none))
         replaced = "" if broken is None else self._replaceable(broken)
         if broken is not None and not replaced:
             # What they hold would be lost, or they would come back to the same link.
-            self.watch.links.again(self.now)
+            self.failure_detector.links.again(self.now)
             one, other = broken.ends
             what = (
                 f"nodes {one} and {other} do not reach each other, and neither can be replaced: no other "
                 "node could take over, or it holds what nobody else does"
             )
-            if self._is_news(what):
+            if self._note_wait_reason(what):
                 self._say_it_waits(what, [])
             return
-        self.watch.ends()
+        self.failure_detector.ends()
         if broken is not None:
             one, other = broken.ends
             node = facts.nodes[replaced]
@@ -800,7 +764,7 @@ class RecoveryCoordinator:
             facts.draining
         )
 
-    def look_for_hangs(self) -> None:
+    def check_hangs(self) -> None:
         """Where nothing moves any more: who holds the others up, and another worker in its place."""
         if not isinstance(self.phase, Running) or self.unprotected or self.completion.released:
             self.hangs.rests(self.now)
@@ -810,7 +774,7 @@ class RecoveryCoordinator:
         if isinstance(verdict, m.SendFlight):
             self.do(*facts.to_all(verdict))
         elif isinstance(verdict, Culprit):
-            self._replace(verdict.finding)
+            self._kill_hung_workers(verdict.finding)
         elif isinstance(verdict, Stalled):
             found = verdict.finding
             log.warning("others wait for what is no hang, and nothing is replaced: %s", found.words)
@@ -822,12 +786,14 @@ class RecoveryCoordinator:
             self.record("hang", f"not explained: {found.words}", found.roles, explained=False)
             if verdict.hopeless:
                 limit = facts.settings.hang_limit
-                self.begin_anew(Against(f"nothing has moved for --ft-hang-limit, {limit:g} s: {found.words}"))
-            elif found.kind in APART and facts.settings.max_restarts:
-                apart = () if found.culprits else found.roles  # culprits have begun anew, in vain
-                self.begin_anew(Against(f"roles will never meet again: {found.words}"), apart)
+                self.escalate(
+                    EscalationCause(f"nothing has moved for --ft-hang-limit, {limit:g} s: {found.words}")
+                )
+            elif found.kind in NEVER_MEET and facts.settings.max_restarts:
+                incompatible = () if found.culprits else found.roles  # culprits have begun anew, in vain
+                self.escalate(EscalationCause(f"roles will never meet again: {found.words}"), incompatible)
 
-    def _replace(self, found: Finding) -> None:
+    def _kill_hung_workers(self, found: Finding) -> None:
         """Workers that hang are as good as dead: from here on it is a crash like any other."""
         log.error("%s: replaced, for it holds the others up", found.words)
         self.do(FirstSign(self.wall - self.hangs.quiet(self.now)))
@@ -837,7 +803,7 @@ class RecoveryCoordinator:
             if node is not None and (beat := node.beats.get(role)) is not None:
                 self.do(Send(node.peer, m.Examine(role=role, pid=beat.pid, end=role in found.culprits)))
 
-    def watch_endings(self) -> None:
+    def ask_about_script_end(self) -> None:
         facts = self.facts
         question = self.completion.question(facts.places, facts.plan_epoch, len(facts.parts), self.now)
         if question is not None:
@@ -850,9 +816,9 @@ class RecoveryCoordinator:
             reason = f"the job is {self.phase.name}; ask again once it trains"
         elif self.unprotected or self.completion.released:
             reason = "the script runs without fault tolerance, or has come to its end"
-        self.do(*self.draining.ask(self.facts, self.returning, peer, node, reason))
+        self.do(*self.draining.ask(self.facts, self.prestart, peer, node, reason))
 
-    def start_ahead(self) -> None:
+    def advance_prestarts(self) -> None:
         """While all train, others may start: in place of those on a node that is drained, or of replica
         groups that are away."""
         facts, shrinks = self.facts, self.facts.settings.policy == "shrink"
@@ -860,23 +826,23 @@ class RecoveryCoordinator:
             self.return_if_due()
             if not self.completion.released and isinstance(self.phase, Running):
                 kept_by_all = facts.departing
-                effects = self.draining.tick(facts, self.returning, self.now)
+                effects = self.draining.tick(facts, self.prestart, self.now)
                 if facts.departing != kept_by_all:
                     self.tell_of_nodes()
                 self.do(*effects)
                 if shrinks:
-                    self.do(*self.returning.tick(facts, self.now))
+                    self.do(*self.prestart.tick(facts, self.now))
             return
         if not shrinks:
             return
         restored = self.progress.restored
-        late = self.returning.returned.late(restored, facts.settings.return_limit, self.now)
+        late = self.prestart.returned.late(restored, facts.settings.return_limit, self.now)
         if late and restored:
             self._go_on_without(late)
 
     def return_if_due(self) -> None:
-        if isinstance(self.phase, Running) and (roles := self.returning.due(self.facts, self.now)):
-            attempt = self.returning.attempt
+        if isinstance(self.phase, Running) and (roles := self.prestart.due(self.facts, self.now)):
+            attempt = self.prestart.attempt
             if attempt is not None and attempt.leaves:
                 self.end_epoch("moving", f"the roles of node {attempt.leaves} move", roles)
                 return
@@ -885,19 +851,20 @@ class RecoveryCoordinator:
 
     # -- decisions ---------------------------------------------------------------------------------
 
-    def durable(self, nodes: Collection[str]) -> Mapping[int, str] | None:
-        """The durable checkpoints that these nodes can read, by version; None while they are asked."""
+    def ask_durable_versions(self, nodes: Collection[str]) -> Mapping[int, str] | None:
+        """Ask these nodes for the durable checkpoints that they can read, where they have not said yet.
+        Returns those that all can, by version; None while somebody has not answered."""
         if not self.facts.settings.durable_dir:
             return {}
         self.do(*self.checkpoints.ask(self.facts.nodes, nodes))
         return self.checkpoints.common(nodes)
 
-    def unread(self) -> bool:
-        """Whether the job has ended, since somebody cannot read what it depends on: to begin anew, or with
-        less, where there may be something newer to go on from, would be wrong."""
+    def end_if_storage_unreadable(self) -> bool:
+        """End the job where somebody cannot read what it depends on: to begin anew, or with less, where there
+        may be something newer to go on from, would be wrong. Returns whether it has ended."""
         if errors := self.checkpoints.errors:
             where = f"durable checkpoints in {self.facts.settings.durable_dir} cannot be read"
-            self.end(1, f"{where}: {'; '.join(errors.values())}")
+            self.end_job(1, f"{where}: {'; '.join(errors.values())}")
         return bool(errors)
 
     def form_if_ready(self) -> None:
@@ -906,24 +873,24 @@ class RecoveryCoordinator:
             return
         facts = self.facts
         roles, in_vain = first_places(facts, self.now - self.phase.joined_at)
-        if in_vain and self._is_news(what := explain.missing_at_the_start(in_vain)):
+        if in_vain and self._note_wait_reason(what := explain.missing_at_the_start(in_vain)):
             self.record("waiting", what, time=TimeGoes(Cause.WAITING))
             log.warning("%s", what)
-        if roles is None or (durable := self.durable(set(roles.values()))) is None:
+        if roles is None or (durable := self.ask_durable_versions(set(roles.values()))) is None:
             return
-        if self.unread():
+        if self.end_if_storage_unreadable():
             return
         if facts.forgotten and not durable and not (facts.script_resumes or facts.settings.max_restarts):
-            self.end(1, ALL_IS_LOST)
+            self.end_job(1, ALL_IS_LOST)
             return
         facts.epoch = facts.next_epoch(self._recorded.values())
         if facts.forgotten:
             self.record("starting_over", ALL_IS_LOST)
             log.warning("%s", ALL_IS_LOST)
         if durable:
-            self._start(Start(roles, max(durable), "durable", {}, [], durable[max(durable)]))
+            self._start_epoch(Start(roles, max(durable), "durable", {}, [], durable[max(durable)]))
         else:
-            self._start(Start(roles, None, "initial", {}, []))
+            self._start_epoch(Start(roles, None, "initial", {}, []))
 
     def decide_if_ready(self) -> None:
         """An epoch has ended: go on, once all nodes have reported and nothing is missing."""
@@ -932,44 +899,48 @@ class RecoveryCoordinator:
             return
         if facts.disconnected or not facts.all_reported():
             return
-        if self.watch.suspects_link:
+        if self.failure_detector.suspects_link:
             return  # what is decided should work
-        if self.climb is not None and self._waits_for_ends():
+        if self.escalation is not None and self._workers_still_exiting():
             return
         facts.note_progress()
         if facts.attempts_without_progress > strikes.TRIES:
             reason, code, roles = self._last_failure
-            self.begin_anew(Against(explain.in_vain(facts, reason, roles), code=code))
+            self.escalate(EscalationCause(explain.in_vain(facts, reason, roles), code=code))
             return
         facts.remember_the_lost()
         overdue = self.now - phase.since > STANDBY_GRACE
         avoided = facts.avoided(self.now)
         outcome = self._decide(overdue, avoided)
-        attempt = self.returning.attempt
+        attempt = self.prestart.attempt
         if isinstance(outcome, Shortage) and attempt is not None and attempt.leaves:
-            self.do(*self.returning.fail(facts, "others need the places more"))
+            self.do(*self.prestart.fail(facts, "others need the places more"))
             outcome = self._decide(overdue, avoided)
-        if isinstance(outcome, StandbyComes) or self._waits_for_sight(outcome):
-            self._await(phase)
+        if isinstance(outcome, StandbyComes) or self._wait_for_unreachable_nodes(outcome):
+            self._enter_waiting(phase)
         elif isinstance(outcome, AskStorage):
-            self.durable(outcome.nodes)
+            self.ask_durable_versions(outcome.nodes)
         elif isinstance(outcome, Shortage):
-            self._wait(phase, outcome)
+            self._handle_shortage(phase, outcome)
         elif isinstance(outcome, Start):
-            if outcome.origin != "durable" and older_than_promised(facts, outcome.version) and self.unread():
+            if (
+                outcome.origin != "durable"
+                and older_than_promised(facts, outcome.version)
+                and self.end_if_storage_unreadable()
+            ):
                 return
-            self._start(outcome, self.returning.records())
+            self._start_epoch(outcome, self.prestart.records())
         elif isinstance(outcome, StartOver):
-            if not self.unread():
-                self._start_over(outcome)
+            if not self.end_if_storage_unreadable():
+                self._restart_scripts(outcome)
         elif isinstance(outcome, GiveUp):
             self._nothing_in_memory_helps(outcome)
         else:
             assert_never(outcome)
 
     def _decide(self, overdue: bool, avoided: Collection[str]) -> Outcome:
-        facts, starting = self.facts, self.returning
-        about = self.checkpoints.common, overdue, avoided, starting.clears(facts), self.climb
+        facts, starting = self.facts, self.prestart
+        about = self.checkpoints.common, overdue, avoided, starting.clears(facts), self.escalation
         return decide(facts, starting.places(), *about)
 
     def _nothing_in_memory_helps(self, outcome: GiveUp) -> None:
@@ -979,23 +950,23 @@ class RecoveryCoordinator:
         if (
             not can
             or facts.groups.adopted(facts.places)
-            or (self.climb is not None and self.climb.rung is Rung.RESTART)
+            or (self.escalation is not None and self.escalation.rung is Rung.RESTART)
         ):
-            self.end(1, explain.the_end(facts, outcome, problems))
+            self.end_job(1, explain.the_end(facts, outcome, problems))
             return
         facts.escalation_level = max(
             facts.escalation_level, ladder.ALL_FROM_MEMORY
         )  # there is nothing for those rungs
-        self.climb = None
-        self.begin_anew(Against(outcome.reason))
+        self.escalation = None
+        self.escalate(EscalationCause(outcome.reason))
 
-    def _waits_for_sight(self, outcome: Outcome) -> bool:
-        """Whether what it comes to is so bad that nodes which are merely out of sight are waited for: they
-        may live, and hold what is missing."""
+    def _wait_for_unreachable_nodes(self, outcome: Outcome) -> bool:
+        """Wait for nodes that are merely out of sight, where what is decided without them is so bad that they
+        had better be asked: they may live, and hold what is missing. Returns whether they are waited for."""
         facts = self.facts
         # Of those who train while nobody hears them it is not known how far they have come.
         nobody = facts.nodes.keys().isdisjoint(facts.roles_by_node)
-        unknown = (facts.initial_version is not None or self._others_plan) and nobody
+        unknown = (facts.initial_version is not None or self._plan_was_inherited) and nobody
         if isinstance(outcome, Start):
             older = outcome.version is None or outcome.version < facts.newest_seen - 1
             bad = (facts.trained and older) or (unknown and outcome.origin != "memory")
@@ -1003,23 +974,23 @@ class RecoveryCoordinator:
             bad = False  # of workers: what the policy says
         else:
             bad = not isinstance(outcome, AskStorage) or facts.trained or unknown
-        missed = self.watch.missed(self.now) if bad else []
+        missed = self.failure_detector.missed(self.now) if bad else []
         if missed:
             what = (
                 f"nodes {explain.some(missed)} cannot be reached, and without them {explain.loses(outcome)}"
             )
-            if self._is_news(what):
+            if self._note_wait_reason(what):
                 reason = f"{what}: waiting for them for {facts.settings.silence_limit:g} s"
                 self.record("unreachable", reason, time=TimeGoes(Cause.WAITING))
                 log.warning("%s; waiting for them for %g s", what, facts.settings.silence_limit)
-            self.do(*self.watch.look_for(missed, self.now))
+            self.do(*self.failure_detector.look_for(missed, self.now))
         return bool(missed)
 
-    def _start_over(self, outcome: StartOver) -> None:
+    def _restart_scripts(self, outcome: StartOver) -> None:
         """Memory does not suffice: end all workers; once they are replaced, let the scripts begin anew."""
         left = outcome.left
         if self._recorded.get("starting_over", 0) < self.facts.epoch:
-            if self.climb is None:
+            if self.escalation is None:
                 log.warning("%s\nThe script is started again from its own newest checkpoint.", outcome.reason)
             self._recorded["starting_over"] = self.facts.epoch + bool(left)
             if not left:
@@ -1029,36 +1000,36 @@ class RecoveryCoordinator:
             self.end_epoch("starting_over", outcome.reason, sorted(left))
             return
         self.facts.forget()
-        self._start(Start(outcome.roles, None, "initial", {}, outcome.lost))
+        self._start_epoch(Start(outcome.roles, None, "initial", {}, outcome.lost))
 
     def _kill(self, places: Mapping[int, str]) -> None:
         for role, node in places.items():
             if (there := self.facts.nodes.get(node)) is not None:
                 self.do(Send(there.peer, m.KillWorker(role=role)))
 
-    def _await(self, phase: Quiescing | Waiting) -> None:
-        """Something is missing, or still is."""
+    def _enter_waiting(self, phase: Quiescing | Waiting) -> None:
+        """Something is missing, or still is: wait for it, unless that is so already."""
         if isinstance(phase, Quiescing):
-            self.go(Waiting(phase.since))
+            self.transition(Waiting(phase.since))
 
-    def _wait(self, phase: Quiescing | Waiting, shortage: Shortage) -> None:
-        """There are too few workers."""
+    def _handle_shortage(self, phase: Quiescing | Waiting, shortage: Shortage) -> None:
+        """There are too few workers: wait for a node, or end the job, as the policy says."""
         facts = self.facts
         facts.groups.withdrawn |= set(facts.groups.roles(facts.groups.of(shortage.combine)))  # whole ones
         self._kill(shortage.combine)
         what, nodes = explain.shortage(facts, shortage)
         if self.leaving:
-            self.end(1, f"{what}; the job was told to end (SIGTERM), so it does not wait for a node")
+            self.end_job(1, f"{what}; the job was told to end (SIGTERM), so it does not wait for a node")
             return
         if facts.settings.policy == "stop" and nodes:
-            self.end(1, f"{what}; policy is stop")
+            self.end_job(1, f"{what}; policy is stop")
             return
-        self._await(phase)
-        if nodes and self._is_news(what):
+        self._enter_waiting(phase)
+        if nodes and self._note_wait_reason(what):
             self._say_it_waits(f"{what}; {explain.what_is_left(facts)}", shortage.roles)
 
-    def _is_news(self, what: str) -> bool:
-        """Whether it is not what was said last of what the job waits for; from now on it is."""
+    def _note_wait_reason(self, what: str) -> bool:
+        """Note what the job waits for. Returns whether that is not what was said of it last."""
         before, self._shortage = self._shortage, what
         return what != before
 
@@ -1068,11 +1039,11 @@ class RecoveryCoordinator:
         self.record("waiting", f"{what}: {how}", roles, None if running else TimeGoes(Cause.WAITING))
         log.warning("%s; waiting for a node: %s", what, how)
 
-    def end(self, code: int, reason: str, shown: str = "") -> None:
+    def end_job(self, code: int, reason: str, shown: str = "") -> None:
         """End the job with this exit code, unless it is over. `shown`: on the console, if not `reason`."""
         if isinstance(self.phase, Done):
             return
-        self.go(Done(code))
+        self.transition(Done(code))
         if code == 0:
             self.do(ScriptsDone())
         self.record("goodput", time=TimeGoes(Cause.UNKNOWN))
