@@ -80,9 +80,10 @@ def _batch(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
         c10d._check_p2p_op_list(p2p_op_list)
         group = p2p_op_list[0].group or c10d._get_default_group()
-        if not isinstance(group, FtProcessGroup) or not group.supports_coalescing:
+        device = p2p_op_list[0].tensor.device
+        if not isinstance(group, FtProcessGroup) or not group.coalesces(device.type):
             return original(p2p_op_list)
-        with group.together(p2p_op_list[0].tensor.device) as works:
+        with group.together(device) as works:
             for each in p2p_op_list:
                 peer = "group_dst" if each.op is c10d.isend else "group_src"
                 each.op(each.tensor, group=each.group, tag=each.tag, **{peer: each.group_peer})

@@ -222,6 +222,10 @@ class FtProcessGroup(dist.ProcessGroup):
         """Whether operations between start and end of coalescing go out as one."""
         return asynchronous(self.devices)
 
+    def coalesces(self, device: str) -> bool:
+        """Whether operations on devices of this type go out as one."""
+        return asynchronous({device: self.devices[device]}) if device in self.devices else False
+
     def get_group_store(self) -> dist.Store:
         """What the script has of keys that all roles share, see `store`."""
         return self._store

@@ -35,7 +35,10 @@ from ft_core.protocol.groups import GroupId, Series
 
 log = logging.getLogger(__name__)
 
-_SUCCESS = torch._C._distributed_c10d.ErrorType.SUCCESS
+_ErrorType = torch._C._distributed_c10d.ErrorType
+_SOUND = (_ErrorType.SUCCESS, _ErrorType.TIMEOUT)
+"""What is no error of a link. torch counts the time of an operation from where it is issued, though its peers
+may have something else to do first; `watchdog` counts it from where it is waited for."""
 
 NOW, PATIENCE = timedelta(0), timedelta(seconds=0.5)
 """How long an opening waits for members to come by themselves before it asks them."""
@@ -43,6 +46,8 @@ NOW, PATIENCE = timedelta(0), timedelta(seconds=0.5)
 STORE_LOST = timedelta(seconds=30)
 """How long an epoch may go on without its store before that is told."""
 _POLL = 0.05
+_BEGINS = 0.5
+"""Seconds that an abort waits for operations that are just being begun."""
 
 WAKE_TAG = 0x7F7
 """Tag of the receive that never matches: it only exists to time out."""
@@ -91,6 +96,8 @@ class Inner:
         """Operations that were begun here: of all members, and by kind and peer."""
         self.unwaited: dict[int, Any] = {}
         """The backend's works that nobody has waited for or dropped, oldest first."""
+        self.connected = False
+        """Whether an operation was begun: a device's peers connect in the first."""
         self.wanted = False
         """Whether an operation of the whole group waits for the communicator to be open."""
         self._devices = strict.in_place_of(devices)
@@ -102,6 +109,8 @@ class Inner:
         """Whether a time-out of gloo's has closed its connections."""
         self.checked = dist.get_debug_level() == dist.DebugLevel.DETAIL and self.size > 1
         """Whether all members compare what they issue before it begins (TORCH_DISTRIBUTED_DEBUG)."""
+        self.beginning = threading.Lock()
+        """Held while operations are begun: an abort would free what NCCL has in a group that is open."""
         self._backends: dict[str, Any] = {}
         self._checks: list[Any] = []
 
@@ -129,7 +138,7 @@ class Inner:
         for kind in ("nccl", strict.NAME):
             if (backend := self._backends.get(kind)) is not None:
                 error = backend.get_error()
-                if error != _SUCCESS:
+                if error not in _SOUND:
                     return f"{kind} reports {str(error).rpartition('.')[2]}"
         return ""
 
@@ -182,6 +191,9 @@ class Inner:
             return self._gloo(store)
         options = self._options
         options._timeout = self.timeout
+        # The streams of communicators come from torch's pool of 32, as those of the script do. In a later
+        # epoch one could get a stream that the script computes on, and be in its way.
+        options.is_high_priority_stream |= self.epoch > 1
         options.global_ranks_in_group = list(self.members)
         options.group_name = str(self.group)
         nccl = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
@@ -237,6 +249,9 @@ class Inner:
         if gloo := self._backends.get("gloo"):
             self._wake_gloo(gloo)
         if nccl := self._backends.get("nccl"):
+            begun = self.beginning.acquire(
+                timeout=_BEGINS
+            )  # else what is begun waits for what only this ends
             try:
                 nccl.abort()
             except RuntimeError as error:
@@ -245,6 +260,9 @@ class Inner:
                     "worker is replaced unless it leaves its step by itself",
                     *(self.group, self.epoch, error),
                 )
+            finally:
+                if begun:
+                    self.beginning.release()
 
     def _wake_gloo(self, gloo: Any) -> None:
         """It ignores `abort`, but a receive that times out closes all pairs of its context. A receive from a
@@ -256,6 +274,12 @@ class Inner:
             except RuntimeError as error:
                 if "imed out" in str(error):
                     return
+
+    def finish(self) -> None:
+        """Wait for what the device has yet to do; a backend that is only closed would abort it."""
+        for kind in ("nccl", strict.NAME):
+            if (backend := self._backends.get(kind)) is not None:
+                backend.shutdown()
 
     def close(self) -> None:
         """Give threads, sockets and memory back. May wait for operations that are still running.

@@ -11,6 +11,8 @@ of a peer, all of it beside an engine that aborts communicators and opens them a
 - It leaves word of the failure, for the whole process and for good. The monitor of the process's first group,
   which need not be one that is aborted (groups of one member are not), finds it there, writes a record
   (DUMP_ON_TIMEOUT), waits for the time of a heartbeat, 8 minutes, and ends the process (ENABLE_MONITORING).
+- The watchdog ends the process also where the device has failed (RETHROW_CUDA_ERRORS), as garbage of an
+  aborted exchange can make it do: before the engine replaces this worker, and counts that against nobody.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ _PREFIX = "TORCH_NCCL_"
 _ERRORS, _OLD_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"
 _MONITOR, _DUMP = "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT"
 _PATIENCE = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
+_RETHROW = "TORCH_NCCL_RETHROW_CUDA_ERRORS"
 _MULTICAST = "NCCL_NVLS_ENABLE"
 """NVLink SHARP. NCCL's source speaks of a possible hang where a communicator that uses it is aborted, and
 NVIDIA's own resiliency extension demands that it is off."""
-DEFAULTS = {_ERRORS: "0", _MONITOR: "0", _DUMP: "0", _PATIENCE: "0", _MULTICAST: "0"}
+DEFAULTS = {_ERRORS: "0", _MONITOR: "0", _DUMP: "0", _PATIENCE: "0", _RETHROW: "0", _MULTICAST: "0"}
 """Where nobody has said otherwise."""
 
 
@@ -47,6 +50,11 @@ def ends_survivors(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         value = environment.get(name, "")
         if value.upper() == "DETAIL" if name == "TORCH_DISTRIBUTED_DEBUG" else _on(value):
             yield f"{name}={value}", f"torch takes {_ERRORS}=0 for 3 then, and ends each survivor"
+    if _on(environment.get(_RETHROW, "1")):
+        yield (
+            f"{_RETHROW}=1",
+            "torch ends a survivor whose device fails of what an abort has left, and its node is blamed",
+        )
     if _on(environment.get(_MONITOR, "1")) and _on(environment.get(_DUMP, "1")):
         yield (
             f"{_MONITOR}=1 with {_DUMP}=1",

@@ -75,6 +75,9 @@ class Partial:
 
     def _gather(self, pg: Any, outputs: Any, inputs: Any, rest: list[Any]) -> tuple[Any, Fill]:
         works, copies = [], []
+        for options in rest:
+            if hasattr(options, "asyncOp"):  # without it NCCL gives no work to wait for before what is left
+                options.asyncOp = True
         for parts, given in zip(outputs, inputs, strict=True):
             works.append(pg.allgather([[parts[i] for i in self._places]], [given], *rest))
             in_place = parts[self._rank].data_ptr() == given.data_ptr()

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
@@ -67,9 +68,11 @@ queue takes a thousand, and who finds it full may wait with Python's lock for wh
 QUEUED = 0.001
 """Seconds between two looks whether one of them has ended."""
 
+_LOOK = 0.1
 CLOSE_TIMEOUT = 5.0
 """Seconds that destroying a group waits for its operations to end."""
 
+_UNWATCHED = nullcontext()
 _POINT_TO_POINT = ("send", "recv")
 _APART = (*_POINT_TO_POINT, "reduce_scatter")
 """Operations of gloo whose wait cannot be given a short limit. That of torch's reduce-scatter ignores it."""
@@ -119,6 +122,8 @@ class Communicators:
         self._absent: Mapping[int, int] = {}
         self._adopted = self._apart = False
         self._aborts: list[threading.Thread] = []
+        self.lacked_memory = False
+        """Whether the device had no room for a communicator: what torch keeps of its memory may be it."""
         self._device: int | None = None
         """What this process works on, as far as is known."""
         self._promises: set[Promise] = set()
@@ -393,6 +398,7 @@ class Communicators:
             opener.open(inner, urgent, partial(self._watch_opening, inner))
         except Exception as caught:
             error = caught
+            self.lacked_memory |= "out of memory" in str(error)
         with self._condition:
             inner.error, inner.ready = error, error is None
             dead = inner.epoch < self.aborted
@@ -412,7 +418,7 @@ class Communicators:
         def timed_out() -> None:
             self._give_up(inner, "connecting", f"has not ended within {OPENED:g} s of their meeting")
 
-        self._watchdog.begin()
+        self._watchdog.begin(self._device)
         self._watchdog.watch(InFlight(over, lambda: None, timed_out, time.monotonic() + OPENED))
 
     def _all_reopened(self, epoch: int) -> bool:
@@ -504,6 +510,7 @@ class Communicators:
         try:
             if (pg := inner.pg) is None:
                 raise EpochChanged(f"epoch {inner.epoch} is over")
+            blocks = method == "barrier" or not inner.connected  # which the first one does
             after: list[Callable[[], None]] = []
 
             def begin(call: Call) -> Any:
@@ -512,19 +519,25 @@ class Communicators:
                 return work
 
             if together is not None:
-                pg._start_coalescing(together)
-                try:
-                    for call in calls:
-                        begin(call)
-                finally:
-                    # Also after an error: NCCL's group is the thread's own, and holds back all that follows.
-                    work = pg._end_coalescing(together)
+                with inner.beginning:
+                    if inner.epoch < self.aborted:
+                        raise EpochChanged(f"epoch {inner.epoch} is over")
+                    with self.watched(inner, method, blocks):
+                        pg._start_coalescing(together)
+                        try:
+                            for call in calls:
+                                begin(call)
+                        finally:
+                            # Also after an error: NCCL's group is the thread's own, and holds back the rest.
+                            work = pg._end_coalescing(together)
             elif method == "monitored_barrier" or (inner.checked and not inner.asynchronous):
                 # It waits for all others.
                 over = lambda: inner.epoch < self.aborted  # noqa: E731
                 work = apart(as_here(partial(begin, calls[0])), over, method)
             else:
-                work = begin(calls[0])
+                with self.watched(inner, method, blocks):
+                    work = begin(calls[0])
+            inner.connected = True
         except Exception as error:
             self.ended(generation)
             self._end_records(records)
@@ -541,8 +554,10 @@ class Communicators:
             given = [each for call in calls for each in (*call.args, *call.kwargs.values())]
             limit = next((each for each in given if isinstance(each, timedelta)), None)
             self.failed(inner.epoch, error, self.is_own(inner, error, began, limit))
-        self._watchdog.begin()
+        self._watchdog.begin(self._device)
         if work is None:
+            for then in after:
+                then()
             completed = inner.marker() if inner.asynchronous else None
             self.ends_when(inner, method, completed, generation, records)
             return None
@@ -601,6 +616,12 @@ class Communicators:
             self.ended(generation)
             self._end_records(records)
 
+        self._watch(inner, method, over, ended)
+
+    def _watch(self, inner: Inner, method: str, over: Callable[[], bool], ended: Callable[[], None]) -> None:
+        """Give up what is in flight on a device once it takes longer than its group's limit, or its link has
+        failed."""
+
         def timed_out() -> None:
             late = f"has not ended within the group's time-out of {inner.timeout}"
             self._give_up(inner, method, late)
@@ -610,6 +631,21 @@ class Communicators:
 
         deadline = time.monotonic() + inner.timeout.total_seconds()
         self._watchdog.watch(InFlight(over, ended, timed_out, deadline, inner.link_error, broken))
+
+    def watched(self, inner: Inner, method: str, blocks: bool) -> AbstractContextManager[None]:
+        """While the host is in a call of torch's, which `blocks` until a device or a peer has done its
+        part."""
+        return self._watched(inner, method) if blocks and inner.asynchronous else _UNWATCHED
+
+    @contextmanager
+    def _watched(self, inner: Inner, method: str) -> Iterator[None]:
+        returned = threading.Event()
+        self._watchdog.begin(self._device)
+        self._watch(inner, method, returned.is_set, lambda: None)
+        try:
+            yield
+        finally:
+            returned.set()
 
     def _give_up(self, inner: Inner, method: str, why: str, by_link: bool = False) -> None:
         """What the device has to do does not end, unless with the epoch."""
@@ -735,7 +771,20 @@ class Communicators:
         if inner is not None and inner.ready:
             if wake:
                 inner.wake()
+            else:
+                self._finish(inner)
             start("closer", inner.close).join(CLOSE_TIMEOUT)
+
+    def _finish(self, inner: Inner) -> None:
+        """What a device has yet to do in a group that is destroyed, it does first, for as long as others may
+        take to come."""
+        end = time.monotonic() + inner.timeout.total_seconds()
+        finishing = start("finish", inner.finish)
+        while finishing.is_alive():
+            if inner.epoch < self.aborted or time.monotonic() > end:
+                start("wake", inner.wake).join(CLOSE_TIMEOUT)
+                return
+            finishing.join(_LOOK)
 
 
 def _close(inners: list[Inner]) -> None:

@@ -210,6 +210,11 @@ class Communicator:
         for operation in pending:
             operation.ends(None)
 
+    def shutdown(self) -> None:
+        """Wait for all that is queued."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._over or not (self._queue or self._running))
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Nobody here ends anything of its own accord."""
 
@@ -249,6 +254,7 @@ class Communicator:
             operation.ends(results)
             with self._condition:
                 self._running = None
+                self._condition.notify_all()
 
     def _execute(self, operation: Operation) -> list[tuple[torch.Tensor, torch.Tensor]]:
         together = len(operation.calls) > 1

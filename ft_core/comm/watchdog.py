@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ft_core.comm.inner import start
+from ft_core.process import stream
 
 POLL = 0.002
 """Seconds. A step's exchange takes longer, and so does a chunk of a snapshot that waits for its end."""
@@ -44,16 +45,18 @@ class Watchdog:
         self._new: queue.SimpleQueue[InFlight] = queue.SimpleQueue()  # the garbage collector may put one in
         self._thread: threading.Thread | None = None
 
-    def begin(self) -> None:
-        """There will be something to watch. Not for the garbage collector."""
+    def begin(self, device: int | None = None) -> None:
+        """There will be something to watch, of that device. Not for the garbage collector."""
         if self._thread is None:
-            self._thread = start("watchdog", self._run)
+            self._thread = start("watchdog", self._run, device)
 
     def watch(self, operation: InFlight) -> None:
         """Any thread, at any time."""
         self._new.put(operation)
 
-    def _run(self) -> None:
+    def _run(self, device: int | None) -> None:
+        if device is not None:
+            stream.use(device)  # a thread begins with the first, and would have a context there
         watched: list[InFlight] = []
         look = 0.0
         while True:

@@ -6,6 +6,7 @@ import math
 import re
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -98,6 +99,9 @@ class Epochs(Protocol):
         dropped: bool = False,
     ) -> None:
         """An operation was waited for, or `dropped`. It is over once it is `completed`; None: now."""
+
+    def watched(self, inner: Inner, method: str, blocks: bool) -> AbstractContextManager[None]:
+        """While the host waits in torch."""
 
     def awaits(self, records: tuple[int, ...]) -> None:
         """These operations of the flight record, which went on apart, are waited for."""
@@ -199,7 +203,9 @@ class FtWork(dist.Work):
         began = time.monotonic() if timeout else self._began
         self._comms.awaits(self._records)
         try:
-            done = self._wait(timeout)
+            # Of these alone it is the host that waits.
+            with self._comms.watched(self._inner, self._method, bool(timeout) or self._method == "barrier"):
+                done = self._wait(timeout)
         except Exception as error:
             if self.looks and not (self._over() or self._work.is_completed()):
                 raise  # after the time that the caller has given; it goes on

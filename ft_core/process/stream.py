@@ -55,6 +55,12 @@ stand_in: Device | None = None
 """Set once per process, before the script begins."""
 
 
+def use(device: int) -> None:
+    """What this thread does on a device, it does on that one."""
+    if stand_in is None:
+        torch.cuda.set_device(device)
+
+
 def event() -> Event:
     """The place behind what this thread's stream has been given. For hosts with a device."""
     if stand_in is not None:

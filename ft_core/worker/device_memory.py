@@ -33,6 +33,12 @@ def warm(device: int) -> None:
     torch.zeros(1, device="cuda")
 
 
+def choose(device: int) -> None:
+    """From now on this worker uses the GPU `device`, if there is one of that number."""
+    if device < torch.cuda.device_count():
+        torch.cuda.set_device(device)
+
+
 def tell(control: ControlBlock) -> None:
     """Have the agent know what this worker, which has started a role ahead of need, leaves of its GPU."""
     torch.cuda.empty_cache()

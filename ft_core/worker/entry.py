@@ -107,6 +107,8 @@ def _play(
     if role == 0 and not apart and not predecessors:
         import_output.show()
     os.environ.update(assignment.env)
+    if on_gpu and apart:  # what the script makes before it says which device it uses, it makes for this one
+        device_memory.choose(int(os.environ["LOCAL_RANK"]))
     former.wait(assignment.role, assignment.ending, to_the_end=on_gpu)
     if on_gpu and assignment.plan.epoch > 1 and not apart:
         device_memory.wait(assignment.role, int(os.environ["LOCAL_RANK"]))

@@ -138,6 +138,8 @@ class Recovery:
             )
         try:
             drain()  # what an aborted exchange still writes, it writes now
+            if self._shell.comms.lacked_memory:
+                torch.cuda.empty_cache()
         except RuntimeError as error:
             self._shell.replace(f"its device has failed while an epoch ended: {error}")
         if self._begun:

@@ -43,6 +43,20 @@ def both_ways(worker: Any, rounds: int, lost: int) -> list[float]:
     return received
 
 
+def destroyed(worker: Any) -> float:
+    """A group is destroyed with an operation pending that the other role comes to later."""
+    dist.init_process_group("gloo")
+    group = dist.new_group([0, 1])
+    dist.barrier(group)
+    worker.begin_training()
+    t = torch.full((LARGE,), 1.0 + worker.role)
+    if worker.role == 1:
+        threading.Event().wait(0.5)
+    dist.all_reduce(t, group=group)
+    dist.destroy_process_group(group)
+    return t.mean().item()
+
+
 def asked_before_first_use(worker: Any) -> float:
     """Role 0 sends in a group that role 1 has made and has not used."""
     dist.init_process_group("gloo")

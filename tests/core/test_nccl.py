@@ -25,7 +25,8 @@ from ft_core.worker import device_memory
 ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 DUMP, PATIENCE = "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
 MULTICAST = "NCCL_NVLS_ENABLE"
-OFF = {name: "0" for name in (ERRORS, "TORCH_NCCL_ENABLE_MONITORING", DUMP, PATIENCE, MULTICAST)}
+RETHROW = "TORCH_NCCL_RETHROW_CUDA_ERRORS"
+OFF = {name: "0" for name in (ERRORS, "TORCH_NCCL_ENABLE_MONITORING", DUMP, PATIENCE, RETHROW, MULTICAST)}
 
 
 @pytest.mark.parametrize(
@@ -75,6 +76,32 @@ def test_an_abort_that_hangs_holds_up_nobody_who_waits_for_gloo() -> None:
     log: list[str] = []
     opened(log).wake()
     assert log == ["receive from 1", "nccl aborted"]
+
+
+def test_an_abort_waits_for_what_is_just_being_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would free what NCCL has in its group. But not for long: that may wait for what only it ends."""
+    log: list[str] = []
+    inner = opened(log)
+    with inner.beginning:
+        wake = start("wake", inner.wake)
+        wake.join(0.1)
+        assert log == ["receive from 1"]
+    wake.join()
+    assert log == ["receive from 1", "nccl aborted"]
+    monkeypatch.setattr("ft_core.comm.inner._BEGINS", 0.01)
+    with inner.beginning:
+        inner.wake()
+    assert log[-1] == "nccl aborted" and len(log) == 4 and inner.beginning.acquire(blocking=False)
+
+
+def test_a_time_out_of_torchs_own_is_no_error_of_a_link() -> None:
+    """It counts from where an operation is issued, though its peers may have something else to do first."""
+    inner = opened([])
+    kinds = torch._C._distributed_c10d.ErrorType
+    inner._backends["nccl"].get_error = lambda: kinds.TIMEOUT
+    assert not inner.link_error()
+    inner._backends["nccl"].get_error = lambda: kinds.REMOTE_ERROR
+    assert inner.link_error() == "nccl reports REMOTE_ERROR"
 
 
 def test_an_abort_that_fails_is_told_of(caplog: pytest.LogCaptureFixture) -> None:

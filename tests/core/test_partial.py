@@ -47,6 +47,27 @@ def buffer(role: int) -> torch.Tensor:
 SUM = buffer(4) + buffer(6)
 
 
+def test_a_gather_that_the_script_does_not_wait_for_by_a_work_has_all_parts() -> None:
+    """NCCL gives no work where torch says that nobody waits for one."""
+
+    class Inner:
+        def allgather(self, outputs: Any, inputs: Any, options: Any) -> Any:
+            assert options.asyncOp
+            outputs[0][0].copy_(inputs[0])
+            outputs[0][1].fill_(6.0)
+            return "work"
+
+    options = torch._C._distributed_c10d.AllgatherOptions()
+    options.asyncOp = False
+    parts = [torch.zeros(2) for _ in MEMBERS]
+    given = ([parts], [torch.full((2,), 4.0)], options)
+    partial = Partial(GROUP, MEMBERS, ABSENT, 4, adopted=False)
+    work, complete = partial.issue(Inner(), "allgather", "all_gather", given, {})
+    assert work == "work" and complete is not None
+    complete()
+    assert [part[0].item() for part in parts] == [4.0, 6.0, 6.0]
+
+
 def test_a_reduction_leaves_an_adopted_part_in_its_place() -> None:
     def act(role: int, issue: Callable[..., None]) -> tuple[torch.Tensor, torch.Tensor]:
         given, rank = buffer(role), MEMBERS.index(role)

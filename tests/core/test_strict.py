@@ -52,6 +52,11 @@ def test_the_host_is_held_back_before_the_queue_is_full() -> None:
     assert 10 < in_order <= stream.AHEAD + 4
 
 
+def test_what_is_pending_in_a_group_that_is_destroyed_is_done_first() -> None:
+    with GroupJob(2, "strict:destroyed", environment=STRICT) as job:
+        assert job.results() == [3.0, 3.0]
+
+
 def test_an_abort_leaves_garbage_and_no_error() -> None:
     with GroupJob(2, "strict:aborted", environment=STRICT) as job:
         job.wait("stopped", [1])

@@ -211,6 +211,35 @@ def test_an_error_of_a_link_is_told_of(comms: Communicators, lost: bool) -> None
         wait_for_value(lambda: reasons, [(said, True)])
 
 
+@pytest.mark.parametrize("where", ["the first operation", "a barrier", "a wait with a limit"])
+def test_an_error_of_a_link_is_told_of_while_torch_itself_waits(comms: Communicators, where: str) -> None:
+    suspected, goes_on = threading.Event(), threading.Event()
+    comms._on_failure = lambda *_: suspected.set()
+    inner = Nccl()
+    inner.connected = where != "the first operation"
+
+    def blocked(*_: Any) -> Any:
+        inner.error_of_link = "nccl reports COMM_ERROR"
+        assert goes_on.wait(60)
+        return inner.work
+
+    if where == "a wait with a limit":
+        inner.work.wait = blocked  # type: ignore[method-assign]
+    else:
+        inner.allreduce = inner.barrier = blocked  # type: ignore[method-assign,attr-defined]
+    kind = "barrier" if where == "a barrier" else "allreduce"
+
+    def acts() -> None:
+        work = comms.launch(inner, [Call(kind, kind, ([],), {})], ())
+        assert work is not None and work.wait(timedelta(seconds=50))
+
+    thread = threading.Thread(target=acts)
+    thread.start()
+    assert suspected.wait(60) and thread.is_alive()
+    goes_on.set()
+    thread.join()
+
+
 def test_what_is_under_way_at_an_abort_counts_no_longer(comms: Communicators) -> None:
     words: list[int] = []
     comms.traffic = words.append
