@@ -41,8 +41,8 @@ BY_VARIABLE = {
     "state_restored": "progress.py",
     "communicators_ready": "progress.py",
     "resumed": "progress.py",
-    "left": "epochs.py",
-    "returned": "epochs.py",
+    "left": "recovery.py",
+    "returned": "recovery.py",
     "not_moving": "prestart/attempts.py",
 }
 """Events whose names come out of a variable, and where that gets them."""
