@@ -534,8 +534,13 @@ class Communicators:
                 # It waits for all others.
                 over = lambda: inner.epoch < self.aborted  # noqa: E731
                 work = apart(as_here(partial(begin, calls[0])), over, method)
-            else:
+            elif blocks or not inner.asynchronous:
                 with self.watched(inner, method, blocks):
+                    work = begin(calls[0])
+            else:
+                with inner.beginning:
+                    if inner.epoch < self.aborted:
+                        raise EpochChanged(f"epoch {inner.epoch} is over")
                     work = begin(calls[0])
             inner.connected = True
         except Exception as error:
