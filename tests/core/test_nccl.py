@@ -236,7 +236,7 @@ def test_a_failed_device_is_told_of_by_its_events(call: str) -> None:
 # -- aborts --------------------------------------------------------------------------------------------
 
 
-def test_what_is_opened_waits_for_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_opened_waits_for_aborts(caplog: pytest.LogCaptureFixture) -> None:
     """Their memory may be all that there is."""
     comms = Communicators(0, 2, lambda reason: None, b"s")
     comms.startup.recording = False
@@ -253,7 +253,20 @@ def test_what_is_opened_waits_for_aborts(monkeypatch: pytest.MonkeyPatch) -> Non
     assert log == []
     aborted.set()
     opening.join(60)
-    assert log == ["opened"]
+    assert log == ["opened"] and not caplog.records
+
+
+def test_what_is_opened_does_not_wait_for_ever(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch says of an abort that takes too long nothing that anybody would hear."""
+    monkeypatch.setattr("ft_core.comm.process_group.ABORTS", 0.1)
+    comms, log, aborted = Communicators(0, 2, lambda reason: None, b"s"), list[str](), threading.Event()
+    comms._aborts = [start("wake", aborted.wait)]
+    opener = SimpleNamespace(open=lambda inner, urgent, met: log.append("opened"))
+    comms._open(opened(log), opener, False)  # type: ignore[arg-type]
+    assert log == ["opened"] and "former epochs could not be aborted within 0.1 s" in caplog.text
+    aborted.set()
 
 
 # -- devices -------------------------------------------------------------------------------------------
