@@ -396,9 +396,9 @@ class Communicators:
                 abort.join(max(0, end - time.monotonic()))
             if any(abort.is_alive() for abort in self._aborts):
                 log.error(
-                    "group %s of epoch %d is opened, though communicators of former epochs could not be aborted "
-                    "within %g s: their kernels may hold the GPU and its memory. If epochs go on to fail here, "
-                    "drain this node",
+                    "group %s of epoch %d is opened, though communicators of former epochs could not be "
+                    "aborted within %g s: their kernels may hold the GPU and its memory. If epochs go on to "
+                    "fail here, drain this node",
                     *(inner.group, inner.epoch, ABORTS),
                 )
         try:
