@@ -329,8 +329,8 @@ class TcpTransport:
                 raise ProtocolError(f"it answered with segment {segment.id}")
             data = as_bytes(allocate(segment))
             if len(data) != segment.nbytes:
-                raise ValueError(
-                    f"allocate() gave {len(data)} bytes for the {segment.nbytes} of {segment_id}"
+                raise ProtocolError(
+                    f"its copy has {segment.nbytes} bytes, and room was made for the {len(data)} of another's"
                 )
             self._striped(control, lambda: use(address, limit), segment.chunks, stripe, _FETCHED_ALONE)
             _ask(control, DoneReading(token), limit, Accepted)

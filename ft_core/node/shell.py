@@ -433,7 +433,8 @@ class NodeShell:
                     else:
                         made = [await asyncio.to_thread(bring, *about)]
                     took = time.monotonic() - began
-                    if self.machine.epochs.begun != plan.epoch:
+                    epochs = self.machine.epochs
+                    if epochs.begun != plan.epoch or epochs.epoch != plan.epoch:
                         give_up(made)
                         return
                     found = memory.take(made[0]), made[0]

@@ -50,7 +50,7 @@ class _Slot:
     def clear(self) -> None:
         if self.state is _State.WRITING:
             self.memory = None  # the writer may not have stopped yet
-        self.state = _State.EMPTY
+        self.state, self.version = _State.EMPTY, -1
 
 
 class ReplicaStore:
@@ -155,11 +155,12 @@ class ReplicaStore:
             return newest.segment if newest else None
 
     def drop_after(self, version: int) -> None:
-        """Roll back: no copy newer than `version` is valid, nor becomes so if it is coming in now."""
+        """Roll back: no copy newer than `version` is valid, nor becomes so if it is coming in now. Those that
+        the epoch itself has brought stay: others may have begun it, and done a step, before this node."""
         with self._lock:
             for slots in self._slots.values():
                 for slot in slots:
-                    if slot.version > version:
+                    if slot.version > version and slot.epoch < self.epoch:
                         slot.clear()
 
     def strike(self, segment_id: str, version: int) -> None:

@@ -18,7 +18,7 @@ import torch
 import xxhash
 
 from ft_core.adapter import State, StateTensor
-from ft_core.errors import CorruptSnapshot, FtError
+from ft_core.errors import ConfigError, CorruptSnapshot, FtError
 from ft_core.process import stream
 from ft_core.process.timeline import timeline
 from ft_core.state import envelope, threads
@@ -75,6 +75,8 @@ class Snapshotter:
         self._on_staged = on_staged
         self._on_copy = on_copy
         self._buffers: list[MappedBuffer | None] = [None, None]
+        self._unsure: set[int] = set()
+        """Slots in which the agent may have other memory by now: it has brought versions from elsewhere."""
         self._thread = ThreadPoolExecutor(1, "ft-d2h")
         self._staging: Future[None] | None = None
         self._live: _Live | None = None
@@ -123,15 +125,16 @@ class Snapshotter:
         """Put version `version`, held in the agent's buffer `slot`, back into the framework.
 
         Every chunk is verified first; raises CorruptSnapshot without having touched anything. Where the
-        framework still has that version, only what an abandoned step may have changed is put back. Raises
-        FtError where the framework goes on with more than that version had.
+        framework still has that version, and the agent its own copy of it, only what an abandoned step may
+        have changed is put back. Raises FtError where the framework goes on with more than that version had.
         """
-        if self._live is not None and self._live.version == version:
+        buffer = self._buffers[slot]
+        own = buffer is not None and buffer.memory_address == list(address)
+        self._unsure = {1 - slot}
+        if own and self._live is not None and self._live.version == version:
             live = {t.name: t.tensor.detach() for t in self._state.tensors()}
             self._state.restore(live | self._live.volatile, envelope.decode(self._live.envelope))
             return
-        buffer = self._buffers[slot]
-        own = buffer is not None and buffer.memory_address == list(address)
         if buffer is None or not own:
             buffer = self._map(slot, address, segments)
         if buffer.version != version:
@@ -143,7 +146,7 @@ class Snapshotter:
         timeline.mark("loading")
         views: dict[str, torch.Tensor] = {}
         for index, segment in enumerate(buffer.segments):
-            flat = torch.frombuffer(buffer.data(index), dtype=torch.uint8)
+            flat = _as_tensor(buffer.data(index))
             for item in segment.items:
                 raw = flat[item.offset : item.offset + item.nbytes]
                 views[item.name] = raw.view(getattr(torch, item.dtype)).view(item.shape)
@@ -171,12 +174,16 @@ class Snapshotter:
         return self._layout
 
     def _buffer_for(self, segments: list[Segment]) -> MappedBuffer:
-        held = [TORN - 1 if b is None else b.version for b in self._buffers]
+        sure = [None if slot in self._unsure else buffer for slot, buffer in enumerate(self._buffers)]
+        held = [TORN - 1 if b is None else b.version for b in sure]
         slot = held.index(min(held))
-        buffer = self._buffers[slot]
-        if buffer is None or buffer.signatures != [s.signature for s in segments]:
-            buffer = self._map(slot, self._allocate(slot, segments), segments)
-        return buffer
+        if (there := sure[slot]) is not None and _laid_out_as(there, segments):
+            return there
+        address, buffer = self._allocate(slot, segments), self._buffers[slot]
+        self._unsure.discard(slot)
+        if buffer is not None and buffer.memory_address == list(address) and _laid_out_as(buffer, segments):
+            return buffer  # it is what it was
+        return self._map(slot, address, segments)
 
     def _likely_the_same(self, buffer: SnapshotBuffer) -> list[list[int]]:
         """By segment, chunks of `buffer` in which nothing changed from its version to the one after it."""
@@ -233,8 +240,21 @@ class MappedBuffer(SnapshotBuffer):
 
 
 def _device_of(tensors: Iterable[StateTensor]) -> torch.device | None:
-    """The GPU that state is on; None for state on the host."""
-    return next((t.tensor.device for t in tensors if t.tensor.is_cuda), None)
+    """The GPU that state is on; None for state on the host. Raises ConfigError for more than one."""
+    found = {t.tensor.device: t.name for t in tensors if t.tensor.is_cuda}
+    if len(found) > 1:
+        where = ", ".join(f"{name} on {device}" for device, name in found.items())
+        raise ConfigError(f"the state of a role must be on one GPU, and this one's is on more: {where}")
+    return next(iter(found), None)
+
+
+def _laid_out_as(buffer: MappedBuffer, segments: Sequence[Segment]) -> bool:
+    return buffer.signatures == [segment.signature for segment in segments]
+
+
+def _as_tensor(data: memoryview) -> torch.Tensor:
+    """The bytes as a tensor, which torch does not make of none."""
+    return torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
 
 
 def _fence(device: torch.device | None) -> _Fence | None:
@@ -342,7 +362,8 @@ class _Checksums:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return whole.view(-1).view(torch.uint8)
 
 
 def _laid_out(rows: list[_Row]) -> list[Segment]:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from ft_core.errors import CorruptSnapshot, FtError
+from ft_core.state.device_copy import hash_of
 from ft_core.state.manifest import CopyTarget, Segment
 from ft_core.state.memory import TORN, SharedMemory, SnapshotBuffer, snapshot_memory
 from ft_core.state.replicas import ReplicaStore
@@ -172,7 +173,8 @@ class NodeStore:
                     verify(found[1])
                 except CorruptSnapshot:
                     memory.strike(found[0])
-        self.replicas.strike(segment_id, version)
+        if (replica := self.replicas.find(segment_id, version)) is not None and not _is_sound(*replica):
+            self.replicas.strike(segment_id, version)
 
     def find(self, segment_id: str, version: int) -> Found | None:
         """The segment at that version: from an own role's snapshot if one has it, else a replica."""
@@ -185,6 +187,10 @@ class NodeStore:
                 if segment.id == segment_id:
                     return segment, buffer.data(index), list(buffer.checksums(index))
         return self.replicas.find(segment_id, version)
+
+
+def _is_sound(segment: Segment, data: memoryview, checksums: Sequence[int]) -> bool:
+    return all(hash_of(data, index) == checksums[index] for index in range(segment.chunks))
 
 
 def give_up(memory: list[SnapshotBuffer | None] | list[SnapshotBuffer]) -> None:

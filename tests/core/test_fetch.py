@@ -74,9 +74,11 @@ def test_a_fetch_of_an_epoch_that_is_over_is_nobody_s(tmp_path: Path) -> None:
                 first.ask = silent
                 orders = [e.FetchState(1, 0, (0,), of([other], n)) for n, other in ((1, first), (2, second))]
                 agent.machine.epochs.plan = orders[0].plan
+                agent.machine.epochs.epoch = 1
                 late = asyncio.create_task(agent._bring(orders[0]))
                 await asyncio.to_thread(asked.wait, 60)
                 agent.machine.epochs.plan = orders[1].plan
+                agent.machine.epochs.epoch = 2
                 await agent._bring(orders[1])
                 [brought] = told
                 assert (

@@ -129,6 +129,27 @@ def test_stale_epochs_are_refused() -> None:
     assert store.versions() == {segment.id: [2]}
 
 
+def test_roll_back_keeps_what_the_epoch_itself_has_brought() -> None:
+    """Others may have begun it, and done a step, before this node has heard of its plan."""
+    store, segment = ReplicaStore(epoch=2), make()
+    put(store, segment, 5, epoch=2)
+    store.epoch = 3
+    put(store, segment, 6, epoch=3)
+    store.drop_after(4)
+    assert store.versions() == {segment.id: [6]}
+
+
+def test_memory_of_segments_that_nobody_pushes_any_more_is_given_back_after_a_roll_back() -> None:
+    store, old, new = ReplicaStore(), make(0), make(1)
+    for version in (8, 9):
+        put(store, old, version)
+    store.epoch = 1
+    store.drop_after(3)
+    for version in (4, 5, 6):
+        put(store, new, version, epoch=1)
+    assert list(store._slots) == [new.id]
+
+
 def test_roll_back_drops_newer_versions() -> None:
     store, one, two = ReplicaStore(), make(0), make(1)
     for version in (1, 2):
@@ -136,10 +157,11 @@ def test_roll_back_drops_newer_versions() -> None:
     put(store, two, 2)
     coming = store.begin(two, 3, 0, [0])
     assert coming is not None
+    store.epoch = 1
     store.drop_after(1)
     assert store.versions() == {one.id: [1]}
     assert store.segment(two.id) is None
-    put(store, two, 2, fill=2)  # must not share memory with the push that has not stopped yet
+    put(store, two, 2, fill=2, epoch=1)  # must not share memory with the push that has not stopped yet
     coming.data[:] = b"\xff" * 100
     with pytest.raises(TransportError, match="dropped"):
         store.commit(two, 3)

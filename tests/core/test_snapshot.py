@@ -18,9 +18,10 @@ from ft_core.adapter import StateTensor
 from ft_core.errors import CorruptSnapshot, FtError
 from ft_core.state import snapshot
 from ft_core.state.adoption import Snapshots
+from ft_core.state.device_copy import hash_of
 from ft_core.state.envelope import decode
 from ft_core.state.manifest import CHUNK, layout
-from ft_core.state.memory import TORN, SharedMemory, SnapshotBuffer
+from ft_core.state.memory import TORN, SharedMemory, SnapshotBuffer, snapshot_memory
 from ft_core.state.snapshot import Snapshotter, verify
 from ft_core.state.store import NodeStore, RoleMemory
 
@@ -112,6 +113,89 @@ def test_an_adapter_that_does_not_take_it_away_is_told(parts):
     model.restore = lambda *about: (restore(*about), setattr(model, "late", kept))
     with pytest.raises(FtError, match=r"after `restore` of version 0 .* 1 tensors .* late for one"):
         load(snapshotter, memory, 0)
+
+
+def brought(memory, version, fill):
+    """As an agent brings a version from elsewhere, in which the count is another."""
+    _, there = memory.find(version)
+    made = SnapshotBuffer.create(there.segments, snapshot_memory)
+    for index, segment in enumerate(there.segments):
+        made.data(index)[:] = there.data(index)
+        for item in segment.items:
+            if item.name == "count":
+                made.data(index)[item.offset : item.offset + 4] = torch.tensor(fill).numpy().tobytes()
+        for at in range(segment.chunks):
+            made.checksums(index)[at] = hash_of(made.data(index), at)
+    made.version = version
+    return made
+
+
+def test_a_version_that_is_there_is_loaded_from_memory_that_the_agent_has_brought(parts):
+    """It may be of another past, and what is staged next goes into memory that the agent has."""
+    model, memory, snapshotter, _ = parts
+    for version in (1, 2):
+        model.step(snapshotter)
+        snapshotter.stage(version)
+        snapshotter.wait()
+    for _ in range(2):  # the second time it is interrupted before it is used
+        other = brought(memory, 2, 77.0)
+        memory.drop_after(-1)
+        slot = memory.take(other)
+        snapshotter.load(slot, other.memory.address, other.segments, 2)
+        assert model.count.item() == 77.0
+    for version in (3, 4):
+        model.step(snapshotter)
+        snapshotter.stage(version)
+        snapshotter.wait()
+        assert memory.find(version) is not None
+    assert memory.versions() == [3, 4]
+
+
+def test_memory_that_the_agent_has_brought_and_nobody_has_loaded_is_used_again(parts):
+    """The epoch has ended before that: all go back to the older version, which is there."""
+    model, memory, snapshotter, _ = parts
+    for version in (1, 2):
+        model.step(snapshotter)
+        snapshotter.stage(version)
+        snapshotter.wait()
+    newer = brought(memory, 2, 0.0)
+    newer.version = 3
+    memory.take(newer)  # in place of version 1
+    memory.drop_after(2)
+    load(snapshotter, memory, 2)
+    model.step(snapshotter)
+    snapshotter.stage(3)
+    snapshotter.wait()
+    assert memory.versions() == [2, 3]
+
+
+def test_state_without_numbers_and_lazy_views(parts):
+    class Odd:
+        empty, flipped = torch.empty(0), torch.tensor([1 + 2j, 3 - 1j]).conj()
+
+        def tensors(self):
+            yield StateTensor("empty", self.empty, (0, 1))
+            yield StateTensor("flipped", self.flipped, (0,))
+            yield StateTensor("negative", torch.imag(self.flipped), (0,))
+
+        def envelope(self):
+            return {}
+
+        def envelope_holders(self):
+            return (0,)
+
+        def restore(self, tensors, envelope):
+            self.restored = {name: tensor.clone() for name, tensor in tensors.items()}
+
+    memory, state = RoleMemory(), Odd()
+    snapshotter = Snapshotter(state, lambda slot, s: memory.allocate(slot, s).memory.address, print)
+    snapshotter.stage(1)
+    snapshotter.wait()
+    successor = Snapshotter(state, lambda slot, s: memory.allocate(slot, s).memory.address, print)
+    load(successor, memory, 1)
+    assert state.restored["empty"].numel() == 0
+    assert torch.equal(state.restored["flipped"], state.flipped)
+    assert torch.equal(state.restored["negative"], torch.tensor([-2.0, 1.0]))
 
 
 def test_a_new_worker_loads_what_a_dead_one_left(parts):
