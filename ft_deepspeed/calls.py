@@ -319,12 +319,16 @@ class Batch(Call):
             self._source = self.engine.data_iterator
         if self._source is None:  # a stage that reads no data
             return self.method(None, *self.args, **self.kwargs)
-        feed = self._feed()
+        feed, before = self._feed(), self.engine.data_iterator
         try:
-            return self.method(feed, *self.args, **self.kwargs)
-        finally:
-            if self.engine.data_iterator is feed:
-                self.engine.data_iterator = self._source
+            result = self.method(feed, *self.args, **self.kwargs)
+        except BaseException:
+            # An evaluation keeps the training data where nobody finds them again once it is abandoned.
+            self.engine.data_iterator = before
+            raise
+        if self.engine.data_iterator is feed:
+            self.engine.data_iterator = self._source
+        return result
 
     def answer(self, results: Results, number: int) -> Any:
         """Draw as many as the engine would."""

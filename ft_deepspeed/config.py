@@ -246,6 +246,16 @@ _UNSUPPORTED: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         "its error feedback differs on each rank and is not restored; use Adam, AdamW or Lamb",
     ),
     (
+        ("optimizer.type",),
+        lambda value: "muon" in str(value).lower(),
+        "Muon changes its momentum before the step, which a failure then could not undo; use AdamW",
+    ),
+    (
+        ("zero_optimization.offload_optimizer.ratio",),
+        lambda value: isinstance(value, int | float) and value < 1,
+        "one of two optimizers would step before a failure could be noticed; leave it out, or set 1",
+    ),
+    (
         ("elasticity.enabled",),
         _is_on,
         "DeepSpeed's elasticity restarts the job with another batch size; set false",

@@ -19,6 +19,11 @@ _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 """What a script may change of its configuration in training."""
 
 
+def _own(value: Any) -> Any:
+    """What the script does not change in place."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
 @dataclass(frozen=True)
 class Context:
     """Taken when the script makes a call; applied when the call is made again on its behalf.
@@ -47,7 +52,7 @@ class Context:
         return cls(
             rng=rng.capture(),
             hyper=[
-                {k: v for k, v in group.items() if k != "params"}
+                {k: _own(v) for k, v in group.items() if k != "params"}
                 for group in inner_optimizer(engine).param_groups
             ],
             training=engine.module.training,
@@ -64,12 +69,18 @@ class Context:
         rng.restore(self.rng)
         engine.ft_protection.module.restore(self.module)
         for group, hyper in zip(inner_optimizer(engine).param_groups, self.hyper, strict=True):
-            group.update(hyper)
+            for key, value in hyper.items():
+                if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
+                    group[key].copy_(value)
+                else:
+                    group[key] = _own(value)
         if engine.module.training != self.training:
             engine.module.train(self.training)
         for owner, values in ((engine, self.flags), (engine._config, self.batch)):
             for name, value in values.items():
                 setattr(owner, name, value)
+        if hasattr(engine, "micro_batches"):  # a pipeline's own name for it
+            engine.micro_batches = engine.gradient_accumulation_steps()
         if not self.whole:
             persistent.release(persistent.parameters(engine))
 

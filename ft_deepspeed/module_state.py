@@ -31,6 +31,9 @@ _OPTIMIZER = ("state", "param_groups", "defaults", "_")
 _DEEPSPEED = ("ds_", "_ds", "_external_params", "applied_", "training")
 """How attributes begin that DeepSpeed gives modules, and what is a call's own anyway."""
 
+_COUNT = "micro_offset"
+"""A pipeline's passes, by which its layers are seeded (`PipelineModule(seed_layers=True)`)."""
+
 _PACKAGES = ("site-packages", "dist-packages")
 _FRAMEWORKS = frozenset(
     "torch transformers accelerate deepspeed datasets tokenizers peft trl numpy megatron apex".split()
@@ -51,8 +54,10 @@ class ModuleState:
         self._modules = [
             (name, part)
             for name, part in module.named_modules()
-            if not type(part).__module__.startswith(_TORCH) or part._non_persistent_buffers_set
+            if not type(part).__module__.startswith(_TORCH) or [*_hidden(part)]
         ]
+        self._late = {name: [*_hidden(part)] for name, part in self._modules}
+        """Buffers that no `state_dict` has, or that were not there yet, by the module's name."""
         self._others = () if optimizer is None or _is_torchs(optimizer) else (vars(optimizer),)
         """Where an optimizer of the script's own has attributes; what torch knows of it is kept elsewhere."""
         self._places: list[Place] = []
@@ -90,7 +95,9 @@ class ModuleState:
         sizes = [*(len(vars(part)) for _, part in self._modules), *map(len, self._others)]
         if sizes != self._sizes:
             self._sizes = sizes
-            self._places = [place for name, part in self._modules for place in _places(name, part)]
+            self._places = [
+                place for name, part in self._modules for place in _places(name, part, self._late[name])
+            ]
             for space in self._others:
                 self._places += [
                     (f"optimizer.{key}", space, key)
@@ -127,15 +134,27 @@ def _mark(value: Any) -> Any:
     return None
 
 
-def _places(name: str, part: torch.nn.Module) -> Iterator[Place]:
+def _hidden(part: torch.nn.Module) -> Iterator[str]:
+    yield from part._non_persistent_buffers_set
+    for key, value in part._buffers.items():
+        if value is None and key not in part._non_persistent_buffers_set:
+            yield key
+    if _COUNT in vars(part):
+        yield _COUNT
+
+
+def _places(name: str, part: torch.nn.Module, hidden: list[str]) -> Iterator[Place]:
     prefix = f"{name}." if name else ""
     if not type(part).__module__.startswith(_TORCH):
         space = vars(part)
         for key, value in space.items():
             if key not in _OURS and not key.startswith(_DEEPSPEED) and (_is_plain(value) or _is_kept(value)):
                 yield f"{prefix}{key}", space, key
-    for key in part._non_persistent_buffers_set:
-        yield f"{prefix}{key}", part._buffers, key
+    for key in sorted({*part._non_persistent_buffers_set, *hidden}):
+        if key == _COUNT and key in vars(part):
+            yield f"{prefix}{key}", vars(part), key
+        else:
+            yield f"{prefix}{key}", part._buffers, key
 
 
 def _is_kept(value: Any) -> bool:

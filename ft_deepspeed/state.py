@@ -216,6 +216,8 @@ class DeepSpeedAdapter:
             engine.lr_scheduler._last_lr = envelope["last_lr"]
         for optimizer, groups in zip(zero.inner_optimizers(engine), envelope["groups"], strict=True):
             for group, saved in zip(optimizer.param_groups, groups, strict=True):
+                for key in _hyper_parameters(group).keys() - saved.keys():
+                    del group[key]  # it came with a later step
                 for key, value in saved.items():
                     if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
                         group[key].copy_(value)

@@ -223,6 +223,10 @@ def _objections(engine: Any) -> Iterator[str]:
     kinds = {str(engine.optimizer_name() or "").lower(), type(inner_optimizer(engine)).__name__.lower()}
     if kinds & set(_UNCOVERED_OPTIMIZERS):
         yield '"optimizer.type": errors of 1-bit compression are not covered; use "Adam" or "Lamb"'
+    if any("muon" in kind for kind in kinds) or vars(optimizer).get("use_muon"):
+        yield '"optimizer.type": Muon changes its momentum before the step; use "AdamW"'
+    if getattr(zero.offload_optimizer, "ratio", 1.0) < 1:
+        yield '"zero_optimization.offload_optimizer.ratio" must be 1: one of two optimizers steps unseen'
     if getattr(config, "amp_enabled", False):
         yield '"amp.enabled" must be false: use "fp16", "bf16" or "torch_autocast"'
     if vars(engine).get("quantizer") is not None:

@@ -188,6 +188,11 @@ def _is(name: str, *values: Any) -> Callable[[Any], bool]:
     return lambda args: getattr(args, name, None) in values
 
 
+def _more(name: str) -> Callable[[Any], bool]:
+    return lambda args: (getattr(args, name, None) or 1) > 1
+
+
+_SHARDS = "weights keep handles of exchanges that an abandoned step has begun; leave it out, or give 1"
 _NVIDIA = "it restarts workers by rules of its own, also in a recovery; leave it out, ftrun does its work"
 _FSDP = "its shards are not restored; leave it out, and shard the optimizer by --use-distributed-optimizer"
 _OFFLOAD = "what an abandoned step has offloaded would be taken for the next one's; leave it out"
@@ -271,6 +276,26 @@ _REFUSED = (
         "--te-rng-tracker",
         "Transformer Engine's random states are not restored; leave it out",
         lambda args: any(getattr(args, name, False) for name in ("te_rng_tracker", "use_te_rng_tracker")),
+    ),
+    _Refusal(
+        "--fim-data",
+        "its data sets draw from generators of their own as they are read, so a newcomer would read other "
+        "samples; leave it out, and prepare the data so",
+    ),
+    _Refusal(
+        "--defer-embedding-wgrad-compute",
+        "gradients that an abandoned step has put off would be paired with the next one's; leave it out",
+    ),
+    _Refusal("--tensor-parallel-num-weight-shards", _SHARDS, _more("tensor_parallel_num_weight_shards")),
+    _Refusal(
+        "--expert-tensor-parallel-num-weight-shards",
+        _SHARDS,
+        _more("expert_tensor_parallel_num_weight_shards"),
+    ),
+    _Refusal(
+        "--moe-router-force-biased",
+        "a bias below 0 is drawn once a process, and a newcomer would draw another; leave it out",
+        lambda args: (getattr(args, "moe_router_force_biased", None) or 0) < 0,
     ),
     _Refusal("--perform-rl-step", "rollouts and their inference engine are not restored; leave it out"),
 )

@@ -192,6 +192,8 @@ class MegatronAdapter:
             self._optimizers, envelope["groups"], envelope["scalers"], strict=True
         ):
             for group, saved_group in zip(optimizer.optimizer.param_groups, groups, strict=True):
+                for key in group.keys() - saved_group.keys() - {"params"}:
+                    del group[key]  # it came with a later step, as Transformer Engine's count of steps does
                 group.update(saved_group)
             if scaler is not None:
                 optimizer.grad_scaler.load_state_dict(scaler)
@@ -259,6 +261,9 @@ class MegatronAdapter:
             chunk.train()  # an abandoned evaluation had dropout switched off,
             if self._gathers_late and not chunk.remove_forward_pre_hook_handles:
                 chunk.enable_forward_pre_hook()  # and these hooks taken off
+            for module in chunk.modules():
+                if getattr(module, "current_max_attn_logits", None) is not None:  # (--qk-clip)
+                    module.current_max_attn_logits = None
         reset_model_temporary_tensors(self._model[0].config, self._model)
         self._optimizer.zero_grad()
         for optimizer in (self._optimizer, *self._optimizers):

@@ -26,8 +26,8 @@ _REMOVERS = ("remove_hooks", "remove_activation_hooks", "remove_tpe_hooks")
 
 
 def of_each_role(args: Any) -> bool:
-    """Whether what is gathered differs from replica to replica, by the job's arguments."""
-    names = ("num_experts", "mtp_num_layers", "experimental_attention_variant")
+    """Whether what is gathered, or what is drawn, differs from replica to replica, by the job's arguments."""
+    names = ("num_experts", "mtp_num_layers", "experimental_attention_variant", "data_parallel_random_init")
     return any(getattr(args, name, None) for name in names)
 
 

@@ -155,6 +155,8 @@ def test_a_misspelt_section(name: str):
         ("optimizer.type", "OneBitAdam"),
         ("optimizer.type", "OneBitLamb"),
         ("optimizer.type", "ZeroOneAdam"),
+        ("optimizer.type", "Muon"),
+        ("zero_optimization.offload_optimizer.ratio", 0.4),
         ("elasticity.enabled", True),
         ("nebula.enabled", True),
     ],

@@ -43,6 +43,7 @@ LAUNCHES: dict[str, tuple[int, str]] = {
 
 
 NVME = {"device": "nvme", "nvme_path": "/tmp"}
+TWIN = {"device": "cpu", "ratio": 0.4}
 SUPER = {"device": "cpu", "super_offload": True}
 
 
@@ -106,6 +107,8 @@ def engine(config: dict[str, Any], optimizer: Any = None) -> Any:
         ("zero_optimization.zenflow", zero(2, zenflow={"topk_ratio": 0.1})),
         ("compile.deepcompile", {"compile": {"deepcompile": True}}),
         ("optimizer.type", {"optimizer": {"type": "OneBitAdam"}}),
+        ("optimizer.type", {"optimizer": {"type": "Muon"}}),
+        ("zero_optimization.offload_optimizer.ratio", zero(3, offload_optimizer=TWIN)),
     ],
 )
 def test_uncovered_configurations_name_the_key_to_change(key: str, config: dict[str, Any]) -> None:

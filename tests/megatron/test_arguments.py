@@ -153,6 +153,11 @@ def test_no_yaml(yaml_file: Path):
         ("fp8", "hybrid", "--fp8-recipe"),
         ("use_torch_fsdp2", True, "--use-torch-fsdp2"),
         ("optimizer_cuda_graph", True, "--optimizer-cuda-graph"),
+        ("fim_data", True, "--fim-data"),
+        ("defer_embedding_wgrad_compute", True, "--defer-embedding-wgrad-compute"),
+        ("tensor_parallel_num_weight_shards", 2, "--tensor-parallel-num-weight-shards"),
+        ("expert_tensor_parallel_num_weight_shards", 2, "--expert-tensor-parallel-num-weight-shards"),
+        ("moe_router_force_biased", -1.0, "--moe-router-force-biased"),
     ],
 )
 def test_refused(name: str, value: Any, flag: str):
