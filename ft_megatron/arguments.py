@@ -252,17 +252,6 @@ _REFUSED = (
         _is("moe_token_dispatcher_type", "flex"),
     ),
     _Refusal(
-        "--overlap-p2p-communication-warmup-flush",
-        "groups are connected so that an abort reaches whoever opens them, and over NCCL single sends and "
-        "receives of a pipeline share one stream then, in which more than two stages would wait for each "
-        "other's; leave it out",
-        lambda args: (
-            getattr(args, "overlap_p2p_comm_warmup_flush", False)
-            and getattr(args, "pipeline_model_parallel_size", 1) > 2
-            and getattr(args, "distributed_backend", "nccl") == "nccl"
-        ),
-    ),
-    _Refusal(
         "--delay-wgrad-compute",
         "gradients that a step has put off would be left in Transformer Engine's queue; leave it out",
     ),

@@ -111,6 +111,10 @@ class Inner:
         """Whether all members compare what they issue before it begins (TORCH_DISTRIBUTED_DEBUG)."""
         self.beginning = threading.Lock()
         """Held while operations are begun: an abort would free what NCCL has in a group that is open."""
+        self.meeting = Series(group)
+        """What the members meet by."""
+        self.pairs: dict[int, Pair] = {}
+        """By peer, communicators for single sends and receives."""
         self._backends: dict[str, Any] = {}
         self._checks: list[Any] = []
 
@@ -129,6 +133,11 @@ class Inner:
     def marker(self) -> Callable[[], bool]:
         """Says later whether the device has come to where the caller's stream is now."""
         return stream.event().query
+
+    def apart_for(self, method: str, args: tuple[Any, ...]) -> bool:
+        """Whether a single send or receive has a communicator of its own."""
+        alone = method != "recv_anysource" and self.size > 2 and self.partial is None
+        return alone and not self.by_gloo(args)
 
     def link_error(self) -> str:
         """What has broken under the communicator while all of its members may live; empty: nothing.
@@ -293,6 +302,33 @@ class Inner:
         self._backends, self._checks = {}, []
 
 
+class Pair(Inner):
+    """A communicator of two members of a group, for what they send each other one by one.
+
+    In that of the group all that is not in a batch is in one stream: a member that sends first waits there
+    for who sends first as well. torch opens one for each pair where a group was not bound to a device.
+    """
+
+    def __init__(self, of: Inner, peer: int) -> None:
+        """`peer`: the rank of the other in the group."""
+        me, other = of.members[of.rank], of.members[peer]
+        ends = (min(me, other), max(me, other))
+        options = options_of(of._devices)
+        super().__init__(
+            of.group, ends, ends.index(me), of._devices, of.timeout, options, of.epoch, of._device
+        )
+        self.meeting = Series(of.group, ends)
+        self._roles, self._between = of.members, of._between
+
+    def begin(
+        self, method: str, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Fill]:
+        """Issue a send or a receive; its second argument is the peer's rank in the group."""
+        tensors, peer, *rest = args
+        there = self.members.index(self._roles[peer])
+        return super().begin(method, kind, (tensors, there, *rest), kwargs)
+
+
 def device_of_thread(devices: Mapping[str, str]) -> int | None:
     """The device that this thread uses, for backends that must know it; None where that is not settled."""
     kinds = strict.in_place_of(devices)
@@ -333,7 +369,7 @@ class Opener:
         secret: bytes,
         role: int,
         alive: Callable[[], bool],
-        asked: Callable[[GroupId], None],
+        asked: Callable[[Series], None],
         newcomers: Collection[int] = (),
         joined: Callable[[EpochStore], None] = lambda store: None,
     ) -> None:
@@ -361,7 +397,7 @@ class Opener:
             store = self._store()
             self._meet(store, inner, urgent)
             met()
-            inner.connect(dist.PrefixStore(f"{inner.group}/", store))
+            inner.connect(dist.PrefixStore(f"{inner.meeting}/", store))
         except dist.DistStoreError as error:
             if self._alive():
                 raise
@@ -372,7 +408,7 @@ class Opener:
         # Meeting first means that the blocking part of connecting takes milliseconds.
         newcomers = [role for role in inner.members if role in self._newcomers]
         asks = newcomers if newcomers != [self._role] else []
-        store.meet(inner.group, inner.members, asks, NOW if urgent else PATIENCE)
+        store.meet(str(inner.meeting), inner.members, asks, NOW if urgent else PATIENCE)
 
     def listen(self) -> None:
         """Report the groups that this role is asked to open, until the epoch is over."""

@@ -28,7 +28,7 @@ from torch.distributed import distributed_c10d as c10d
 from ft_core.comm.apart import LOOK, apart
 from ft_core.comm.collectives import COLLECTIVES, Call, FtProcessGroup
 from ft_core.comm.flight import FlightRecorder
-from ft_core.comm.inner import Inner, Opener, device_of_thread, likely_device, start
+from ft_core.comm.inner import Inner, Opener, Pair, device_of_thread, likely_device, start
 from ft_core.comm.partial import Partial
 from ft_core.comm.startup import Fetch, Startup
 from ft_core.comm.startup_log import CountsByRole
@@ -203,10 +203,11 @@ class Communicators:
             inner = group.inner
             if inner is None or inner.size == 1 or inner.epoch >= epoch:
                 continue
-            if inner.ready:
-                dead.append(inner)
-                if inner.epoch >= self.aborted:
-                    woken.append(inner)
+            for each in (inner, *inner.pairs.values()):
+                if each.ready:
+                    dead.append(each)
+                    if each.epoch >= self.aborted:
+                        woken.append(each)
         self.aborted = max(self.aborted, epoch)
         self._aborts = [thread for thread in self._aborts if thread.is_alive()]
         self._aborts += [start("wake", inner.wake) for inner in woken]
@@ -348,12 +349,32 @@ class Communicators:
             opener = self._opener
         if fresh:
             start("open", self._open, inner, opener, group.p2p_used)
+        self._wait_open(inner)
+        return inner
+
+    def _pair(self, of: Inner, peer: int) -> Inner:
+        """The communicator of this member of a group with another, opened if need be. As `communicator`."""
+        with self._condition:
+            pair, fresh = self._claim_pair(of, peer)
+            opener = self._opener
+        if fresh:
+            start("open", self._open, pair, opener, True)
+        self._wait_open(pair)
+        return pair
+
+    def _claim_pair(self, of: Inner, peer: int) -> tuple[Inner, bool]:
+        """With the lock: as `_claim`."""
+        fresh = peer not in of.pairs
+        if fresh:
+            of.pairs[peer] = Pair(of, peer)
+        return of.pairs[peer], fresh
+
+    def _wait_open(self, inner: Inner) -> None:
         self.wait_for(lambda: inner.ready or inner.error is not None, inner.epoch)
         if inner.error is not None:
             self.failed(inner.epoch, inner.error)
         if inner.epoch < self.aborted:
-            raise EpochChanged(f"epoch {inner.epoch} ended while role {self.role} opened {inner.group}")
-        return inner
+            raise EpochChanged(f"epoch {inner.epoch} ended while role {self.role} opened {inner.meeting}")
 
     def _claim(self, group: FtProcessGroup) -> tuple[Inner, bool]:
         """With the lock: the current epoch's inner communicator, and whether the caller must open it."""
@@ -450,18 +471,23 @@ class Communicators:
             if fresh:
                 self._open(inner, opener, group.p2p_used)
 
-    def _on_asked(self, identity: GroupId) -> None:
+    def _on_asked(self, wanted: Series) -> None:
         with self._condition:
-            group = self.find(identity)
+            group = self.find(wanted.group)
             if group is None:
-                self._asked.add(identity)  # its creation is still to come
+                self._asked.add(wanted.group)  # its creation is still to come
                 return
             if group.device is None and self._device is None:  # the others know theirs
                 group.device = likely_device(group.devices)
-            inner, fresh = self._claim(group)
+            claimed = [self._claim(group)]
+            if wanted.pair is not None:
+                [peer] = set(wanted.pair) - {self.role}
+                inner, _ = claimed[0]
+                claimed.append(self._claim_pair(inner, inner.members.index(peer)))
             opener = self._opener
-        if fresh:
-            start("open", self._open, inner, opener, False)
+        for inner, fresh in claimed:
+            if fresh:
+                start("open", self._open, inner, opener, False)
 
     # -- operations -------------------------------------------------------------------------------
 
@@ -481,6 +507,9 @@ class Communicators:
             inner = group.inner
             if epoch is not None or inner is None or not inner.ready or inner.epoch < self.aborted:
                 inner = self.communicator(group, kind, epoch)
+            if inner.asynchronous and kind in _POINT_TO_POINT and inner.apart_for(method, args):
+                pair = inner.pairs.get(args[1])
+                inner = pair if pair is not None and pair.ready else self._pair(inner, args[1])
         except Exception:
             self.flight.end(record)
             raise
@@ -766,7 +795,7 @@ class Communicators:
             self._groups.append(group)
             asked = group.identity in self._asked
         if asked:
-            self._on_asked(group.identity)
+            self._on_asked(Series(group.identity))
         return group
 
     def find(self, identity: GroupId) -> FtProcessGroup | None:
@@ -780,12 +809,13 @@ class Communicators:
                 self._groups.remove(group)
                 self.flight.drop(group.record)
             inner, group.inner, group.destroyed = group.inner, None, True
-        if inner is not None and inner.ready:
-            if wake:
-                inner.wake()
-            else:
-                self._finish(inner)
-            start("closer", inner.close).join(CLOSE_TIMEOUT)
+        for each in () if inner is None else (inner, *inner.pairs.values()):
+            if each.ready:
+                if wake:
+                    each.wake()
+                else:
+                    self._finish(each)
+                start("closer", each.close).join(CLOSE_TIMEOUT)
 
     def _finish(self, inner: Inner) -> None:
         """What a device has yet to do in a group that is destroyed, it does first, for as long as others may

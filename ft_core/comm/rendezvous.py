@@ -40,7 +40,7 @@ from ft_core.protocol import door
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.channel import Channel
 from ft_core.protocol.connection import Connection
-from ft_core.protocol.groups import GroupId, roles_in, runs_of, text_of
+from ft_core.protocol.groups import Series, roles_in, runs_of, text_of
 from ft_core.protocol.sockets import join_address, listen
 from ft_core.protocol.store import (
     REPLY,
@@ -428,25 +428,26 @@ class EpochStore(dist.Store):
 
     def meet(
         self,
-        group: GroupId,
+        name: str,
         members: Collection[int],
         newcomers: Collection[int],
         patience: timedelta,
     ) -> None:
-        """Until all members have come here. `newcomers` among them are asked to, and after `patience` all."""
-        name, first = str(group), text_of(runs_of(newcomers)) if newcomers else None
+        """Until all members of what is called so have come here. `newcomers` among them are asked to, and
+        after `patience` all."""
+        first = text_of(runs_of(newcomers)) if newcomers else None
         number = self._begin(lambda number: Meet(number, name, len(members), first))
         if self._end(number, patience, last=False) is None:
             self._send(Ask(name, text_of(runs_of(members))))
         self._end(number, None)
 
-    def next_asked(self) -> GroupId:
-        """Wait without a limit for a group that others ask this role to open."""
+    def next_asked(self) -> Series:
+        """Wait without a limit for a group, or a pair in one, that others ask this role to open."""
         with self._condition:
             self._condition.wait_for(lambda: self._lost or self._asked)
             if not self._asked:
                 raise self._gone()
-            return GroupId.parse(self._asked.popleft())
+            return Series.parse(self._asked.popleft())
 
     # -- what torch calls --------------------------------------------------------------------------
 

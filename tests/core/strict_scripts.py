@@ -43,6 +43,31 @@ def both_ways(worker: Any, rounds: int, lost: int) -> list[float]:
     return received
 
 
+def all_send_first(worker: Any, lost: int) -> list[float]:
+    """A ring of single sends, each of them before the receive, in a group of all; one is lost in it."""
+    dist.init_process_group("gloo")
+    role, world = worker.role, worker.world
+    worker.begin_training()
+    received: list[float] = []
+    while len(received) < 4:
+        try:
+            if role == lost and len(received) == 2 and not worker.newcomer:
+                worker.tell("stopped")
+                threading.Event().wait()
+            t = torch.zeros(LARGE)
+            given = dist.isend(torch.full((LARGE,), float(role)), (role + 1) % world)
+            taken = dist.irecv(t, (role - 1) % world)
+            assert given is not None and taken is not None
+            given.wait()
+            taken.wait()
+            received.append(t.mean().item())
+            dist.barrier()
+        except EpochChanged:
+            worker.next_epoch()
+            received = []
+    return received
+
+
 def destroyed(worker: Any) -> float:
     """A group is destroyed with an operation pending that the other role comes to later."""
     dist.init_process_group("gloo")

@@ -19,7 +19,7 @@ from ft_core.comm import nccl_environment
 from ft_core.comm.inner import Inner, start
 from ft_core.comm.process_group import Communicators
 from ft_core.process import stream
-from ft_core.protocol.groups import GroupId
+from ft_core.protocol.groups import GroupId, Series
 from ft_core.worker import device_memory
 
 ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -288,5 +288,5 @@ def test_who_is_asked_knows_its_device(
         made(used)  # another group
     group = made(bound)
     monkeypatch.setattr(comms, "_open", lambda *_: None)
-    comms._on_asked(group.identity)
+    comms._on_asked(Series(group.identity))
     assert group.inner is not None and group.inner._device == expected

@@ -21,6 +21,15 @@ def test_batches_of_both_directions_go_out_together() -> None:
         assert job.results() == [[2.0] * 4, [0.0] * 4, [1.0] * 4]
 
 
+def test_all_may_send_first_one_by_one() -> None:
+    """Each pair has a communicator for that, as with torch's own groups: in one stream all would wait."""
+    with GroupJob(3, "strict:all_send_first", 1, environment=STRICT) as job:
+        job.wait("stopped", [1])
+        job.kill(1)
+        job.next_epoch([1])
+        assert job.results() == [[2.0] * 4, [0.0] * 4, [1.0] * 4]
+
+
 def test_who_is_asked_before_its_first_use_opens_the_same_communicator() -> None:
     with GroupJob(2, "strict:asked_before_first_use", environment=STRICT) as job:
         job.wait("sent", [0])

@@ -168,15 +168,6 @@ def test_refused(name: str, value: Any, flag: str):
         arguments.check(SimpleNamespace(**{**fine, name: value}))
 
 
-def test_single_sends_of_a_long_pipeline_are_refused_over_nccl():
-    """They share a stream there, and each stage's first waits for what its neighbour sends behind its own."""
-    flush = {"overlap_p2p_comm_warmup_flush": True, "use_distributed_optimizer": True}
-    arguments.check(SimpleNamespace(**flush, pipeline_model_parallel_size=2))
-    arguments.check(SimpleNamespace(**flush, pipeline_model_parallel_size=4, distributed_backend="gloo"))
-    with pytest.raises(ConfigError, match=r"^--overlap-p2p-communication-warmup-flush cannot go with --ft"):
-        arguments.check(SimpleNamespace(**flush, pipeline_model_parallel_size=4))
-
-
 # -- Megatron's own parser -------------------------------------------------------------------------
 
 PARSE = """
