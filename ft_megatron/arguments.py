@@ -192,7 +192,7 @@ def _more(name: str) -> Callable[[Any], bool]:
     return lambda args: (getattr(args, name, None) or 1) > 1
 
 
-_SHARDS = "weights keep handles of exchanges that an abandoned step has begun; leave it out, or give 1"
+_SHARDS = "weights keep handles of exchanges that an abandoned step has begun; leave it out"
 _NVIDIA = "it restarts workers by rules of its own, also in a recovery; leave it out, ftrun does its work"
 _FSDP = "its shards are not restored; leave it out, and shard the optimizer by --use-distributed-optimizer"
 _OFFLOAD = "what an abandoned step has offloaded would be taken for the next one's; leave it out"
@@ -275,11 +275,11 @@ _REFUSED = (
         "--defer-embedding-wgrad-compute",
         "gradients that an abandoned step has put off would be paired with the next one's; leave it out",
     ),
-    _Refusal("--tensor-parallel-num-weight-shards", _SHARDS, _more("tensor_parallel_num_weight_shards")),
+    _Refusal("--tensor-parallel-num-weight-shards", _SHARDS, _more("gtp_weight_remat_size")),
     _Refusal(
         "--expert-tensor-parallel-num-weight-shards",
         _SHARDS,
-        _more("expert_tensor_parallel_num_weight_shards"),
+        _more("expert_gtp_weight_remat_size"),
     ),
     _Refusal(
         "--moe-router-force-biased",

@@ -155,8 +155,8 @@ def test_no_yaml(yaml_file: Path):
         ("optimizer_cuda_graph", True, "--optimizer-cuda-graph"),
         ("fim_data", True, "--fim-data"),
         ("defer_embedding_wgrad_compute", True, "--defer-embedding-wgrad-compute"),
-        ("tensor_parallel_num_weight_shards", 2, "--tensor-parallel-num-weight-shards"),
-        ("expert_tensor_parallel_num_weight_shards", 2, "--expert-tensor-parallel-num-weight-shards"),
+        ("gtp_weight_remat_size", 2, "--tensor-parallel-num-weight-shards"),
+        ("expert_gtp_weight_remat_size", 2, "--expert-tensor-parallel-num-weight-shards"),
         ("moe_router_force_biased", -1.0, "--moe-router-force-biased"),
     ],
 )
