@@ -258,9 +258,8 @@ class Inner:
         if gloo := self._backends.get("gloo"):
             self._wake_gloo(gloo)
         if nccl := self._backends.get("nccl"):
-            begun = self.beginning.acquire(
-                timeout=_BEGINS
-            )  # else what is begun waits for what only this ends
+            # No longer: what is being begun may wait for what only this ends.
+            begun = self.beginning.acquire(timeout=_BEGINS)
             try:
                 nccl.abort()
             except RuntimeError as error:

@@ -358,9 +358,8 @@ class ClusterState:
             self._learn(message.role, {**self.catalogue.get(message.role, {}), **message.segments})
             return
         self._learn(message.role, message.segments)
-        if (
-            self.initial_version is None
-        ):  # a newcomer's script may begin with a checkpoint that was not there then
+        # A newcomer's script may begin with a checkpoint that was not there then.
+        if self.initial_version is None:
             self.initial_version = message.initial
         self.script_resumes = message.resumes
         self.script_start_version = max(self.script_start_version, message.initial or 0)
@@ -423,10 +422,8 @@ class ClusterState:
     def note_progress(self) -> None:
         """Something has failed: was there a step since that nobody had done before?"""
         if self.newest_seen > self.progress_mark:  # the failure is the first that comes after it
-            self.attempts_without_progress, self.progress_mark = (
-                min(self.attempts_without_progress, 1),
-                self.newest_seen,
-            )
+            self.attempts_without_progress = min(self.attempts_without_progress, 1)
+            self.progress_mark = self.newest_seen
         if self.newest_seen > self.furthest_step:
             self.escalation_level, self.furthest_step = 0, self.newest_seen
 
@@ -434,13 +431,8 @@ class ClusterState:
         """The job starts over."""
         self.note_progress()
         self.progress_mark = 0
-        self.initial_version, self.newest_seen, self.script_start_version, self.catalogue, self.parts = (
-            None,
-            0,
-            0,
-            {},
-            [],
-        )
+        self.initial_version, self.newest_seen, self.script_start_version = None, 0, 0
+        self.catalogue, self.parts = {}, []
         self.restart_epoch, self.started_from = self.epoch, (None, "initial")
         self.groups.forget()
         self._compact = self._shown = None
