@@ -138,13 +138,13 @@ class Job:
 
     def recovery(self, lost: list[int]) -> dict[str, float]:
         """These nodes are lost at once."""
-        self.took, epoch = {}, self.machine.facts.epoch
+        self.took, epoch = {}, self.machine.cluster.epoch
         for peer in lost:
             self.fleet.nodes.pop(self.agents.pop(peer).name)
         self.happens("abort", [Disconnected(peer) for peer in lost])
         self.now += 0.5
         self.happens("abort", [Tick()])
-        assert self.machine.facts.epoch > epoch
+        assert self.machine.cluster.epoch > epoch
         said = sum(len(body) for agent in self.agents.values() for body in agent.out) / len(self.agents)
         self.hear("reports", "decision and plan")
         assert isinstance(self.machine.phase, Running) and self.fleet.plan is not None

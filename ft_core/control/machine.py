@@ -90,8 +90,8 @@ class Controller:
         It leads in `term`, and decides nothing before the time `settled`: until then somebody may obey
         another. `spent`: what the job's time went to until so many seconds `ago`, as a predecessor has noted
         it."""
-        self.facts = ClusterState(settings, job_dir, Groups(settings.start), term)
-        self._recovery = RecoveryCoordinator(self.facts, ids, recorded, settled)
+        self.cluster = ClusterState(settings, job_dir, Groups(settings.start), term)
+        self._recovery = RecoveryCoordinator(self.cluster, ids, recorded, settled)
         self._do, self._record = self._recovery.do, self._recovery.record
         self._script = ScriptSettings()
         self._spent = spent, ago
@@ -139,23 +139,23 @@ class Controller:
 
     def numbers(self, wall: float, since_1970: float) -> Numbers:
         """For metrics, as of now: the same moment by the wall clock and in seconds since 1970."""
-        facts, epochs, account, counts = self.facts, self._recovery, self.account, self._observer.metrics
-        settings, groups = facts.settings, facts.groups.membership.groups
-        there = round(groups * len(facts.places) / settings.world_size)
+        cluster, epochs, account, counts = self.cluster, self._recovery, self.account, self._observer.metrics
+        settings, groups = cluster.settings, cluster.groups.membership.groups
+        there = round(groups * len(cluster.places) / settings.world_size)
         at = counts.durable
         return Numbers(
             job={
-                "job": facts.plan.job if facts.plan is not None else "",
+                "job": cluster.plan.job if cluster.plan is not None else "",
                 "nodes": str(settings.nnodes),
                 "workers": str(settings.world_size),
                 "replicas": str(settings.replicas),
                 "policy": settings.policy,
-                "term": str(facts.term),
+                "term": str(cluster.term),
             },
             phase=self.phase.name,
-            epoch=facts.epoch,
+            epoch=cluster.epoch,
             step=account.version,
-            spares=sum(node.idle > 0 for node in facts.spares()),
+            spares=sum(node.idle > 0 for node in cluster.spares()),
             groups=(there, groups - there) if groups else None,
             failures=dict(counts.failures),
             recoveries=dict(counts.recoveries),
@@ -171,8 +171,8 @@ class Controller:
             xids=dict(counts.xids),
             loss=counts.loss,
             writes=counted(counts.writes),
-            broken=facts.strikes.broken(epochs.now),
-            held=risk.held(facts, self._counted) if facts.plan is not None else None,
+            broken=cluster.strikes.broken(epochs.now),
+            held=risk.held(cluster, self._counted) if cluster.plan is not None else None,
             standing=self._standing(wall),
             unprotected=epochs.not_protected,
         )
@@ -181,7 +181,7 @@ class Controller:
         """For the page, likewise."""
         epochs, numbers = self._recovery, self.numbers(wall, since_1970)
         roles = epochs.completion.finished, epochs.hangs.suspects
-        return overview(self.facts, numbers, *roles, self.account.step, epochs.now)
+        return overview(self.cluster, numbers, *roles, self.account.step, epochs.now)
 
     def _standing(self, wall: float) -> Standing:
         """How the job gets on."""
@@ -198,11 +198,11 @@ class Controller:
             (spent, ago), self._began = self._spent, True
             self._observer = Observer(Account(epochs.wall, spent, ago), epochs.wall)
             if spent is None:
-                settings = self.facts.settings
+                settings = self.cluster.settings
                 about = f"{settings.nnodes} nodes of {settings.nproc_per_node} workers"
                 epochs.record("started", about, time=TimeGoes())
         self._handle(event)
-        return self._observer.read(epochs.effects, self.facts, self.phase, epochs.now, epochs.wall)
+        return self._observer.read(epochs.effects, self.cluster, self.phase, epochs.now, epochs.wall)
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, Greeted):
@@ -241,35 +241,35 @@ class Controller:
 
     def _greet(self, peer: Peer, hello: m.AgentHello) -> None:
         """An agent is there, or again. Its greeting is a report too."""
-        facts, node = self.facts, Node.of(peer, hello, self._now)
+        cluster, node = self.cluster, Node.of(peer, hello, self._now)
         if hello.job not in ("", self._job):
             self._turn_away(peer, hello)
             return
-        if hello.term > facts.term and not facts.settings.leadership:
+        if hello.term > cluster.term and not cluster.settings.leadership:
             self._do(Refuse(f"node {hello.node} obeys a controller of term {hello.term}"), Close(peer))
             return
-        if hello.term > facts.term:
+        if hello.term > cluster.term:
             self._do(Resign(hello.term))
             return
-        self._do(Send(peer, m.LeaderHello(facts.term, self._session, self._job)))
+        self._do(Send(peer, m.LeaderHello(cluster.term, self._session, self._job)))
         self._heard()
         if isinstance(self.phase, Done):  # it has come while the others are told
             self._do(Send(peer, m.Shutdown(code=self.phase.code)), Close(peer))
             return
         if self._recovery.turn_away_if_replaced(node):
             return
-        if facts.strikes.lives(node.name, hello.pid):
+        if cluster.strikes.lives(node.name, hello.pid):
             self._recovery.strikes_changed = True
-        known = facts.nodes.get(node.name)
+        known = cluster.nodes.get(node.name)
         if known is not None:
             self._do(Close(known.peer))
             node.liveness.pulses = known.liveness.pulses
-        facts.add(node)
+        cluster.add(node)
         self._recovery.failure_detector.greeted(node.name)
         self._recovery.rebuild_if_newer_plan(epoch_of(node.greeted_with))
-        facts.seen_at(node.holdings.versions())
+        cluster.seen_at(node.holdings.versions())
         if isinstance(self.phase, Forming | Rebuilding):
-            facts.epoch = max(facts.epoch, node.holdings.epoch, facts.plan_epoch)
+            cluster.epoch = max(cluster.epoch, node.holdings.epoch, cluster.plan_epoch)
         if node.holdings.configured is not None:
             self._take_settings(node.holdings.configured)
         self._do(*self._script.tell(node))
@@ -290,16 +290,16 @@ class Controller:
             f"node {hello.node} (process {hello.pid}) is of job {hello.job}, this is {self._job}: end what "
             "is left of the other on its machine"
         )
-        if not self.facts.settings.leadership:
+        if not self.cluster.settings.leadership:
             reason += f"; or, to go on with that job, end this one and start it with --rdzv-id {hello.job}"
         self._do(Refuse(reason), Send(peer, m.OtherJob(self._job)), Close(peer))
 
     def _look_for_its_like(self, node: Node) -> None:
         """Two nodes that were started with the same number: one of them only stands by."""
         rank = node.hello.node_rank
-        if rank not in range(self.facts.settings.nnodes):
+        if rank not in range(self.cluster.settings.nnodes):
             return
-        others = [other.name for other in self.facts.nodes.values() if other.hello.node_rank == rank]
+        others = [other.name for other in self.cluster.nodes.values() if other.hello.node_rank == rank]
         if len(others) > 1:
             names = " and ".join(sorted(others))
             said = f"ftrun: {names} were all started with --node-rank {rank}: one trains, the others stand by"
@@ -307,7 +307,7 @@ class Controller:
 
     def _pulsed(self, pulses: Iterable[m.Pulse]) -> None:
         """Nodes that have greeted live, unless this was said to another controller."""
-        nodes, session, now = self.facts.nodes, self._session, self._now
+        nodes, session, now = self.cluster.nodes, self._session, self._now
         for pulse in pulses:
             if pulse.session == session and (node := nodes.get(pulse.node)) is not None:
                 node.liveness.pulse(now, pulse.number, pulse.stalled)
@@ -319,34 +319,34 @@ class Controller:
 
     def _disconnected(self, peer: Peer) -> None:
         self._questions.disconnected(peer)
-        if (node := self.facts.peers.get(peer)) is not None:
+        if (node := self.cluster.peers.get(peer)) is not None:
             self._recovery.disconnected(node)
 
     def _receive(self, peer: Peer, message: m.Message) -> None:
-        if (node := self.facts.peers.get(peer)) is not None:
+        if (node := self.cluster.peers.get(peer)) is not None:
             node.liveness.hear(self._now)
             self._on_agent(node, message)
         elif isinstance(message, m.AskStatus):
             epochs = self._recovery
-            status = ctl.status(self.facts, self.phase, epochs.completion.finished, self._pid, epochs.now)
+            status = ctl.status(self.cluster, self.phase, epochs.completion.finished, self._pid, epochs.now)
             seconds = {str(cause): s for cause, s in self.account.until(epochs.wall).items() if s}
             about = {"complaint": self._standing(epochs.wall).complaint, "unprotected": epochs.not_protected}
             epochs.do(Send(peer, replace(status, seconds=seconds, **about)))
         elif isinstance(message, m.AskRows):
-            self._do(*self._questions.list_rows(self.facts, peer, message, self._now))
+            self._do(*self._questions.list_rows(self.cluster, peer, message, self._now))
         elif isinstance(message, m.AskMore):
             self._do(*self._questions.more(peer))
         elif isinstance(message, m.Inject):
-            self._do(*ctl.inject(self.facts, peer, message))
+            self._do(*ctl.inject(self.cluster, peer, message))
         elif isinstance(message, m.AskHosts):
-            self._do(*ctl.hosts(self.facts, peer))
+            self._do(*ctl.hosts(self.cluster, peer))
         elif isinstance(message, m.Forgive):
-            self._do(*ctl.forgive(self.facts, peer, message.node, self._now))
+            self._do(*ctl.forgive(self.cluster, peer, message.node, self._now))
             self._recovery.strikes_changed = True
         elif isinstance(message, m.DrainNode):
             self._recovery.drain(peer, message.node)
         elif isinstance(message, m.DescribeRole | m.DescribeFlight):
-            self._do(*self._questions.ask(self.facts, peer, message, self._now))
+            self._do(*self._questions.ask(self.cluster, peer, message, self._now))
         else:  # it is lost: what it had said before is of no use, and it will greet again
             self._do(Close(peer))
 
@@ -354,11 +354,11 @@ class Controller:
 
     def _on_agent(self, node: Node, message: m.Message) -> None:
         """What is understood without a plan; the rest once that is known."""
-        facts = self.facts
+        cluster = self.cluster
         if isinstance(message, m.Heartbeat):  # first, since nearly all are
             self._recovery.on_heartbeat(node, message)
         elif isinstance(message, m.HoldingsChanged):
-            if facts.report(node, message):
+            if cluster.report(node, message):
                 self._recovery.decide_if_ready()
             else:  # it will say everything
                 self._do(Close(node.peer))
@@ -379,15 +379,15 @@ class Controller:
             self._on_news(node, message)
 
     def _on_news(self, node: Node, message: m.Message) -> None:
-        facts, now = self.facts, self._now
+        cluster, now = self.cluster, self._now
         match message:
             case m.WorkerLost():
                 self._recovery.worker_lost(node, message)
             case m.NoIdleWorker(role=role) if self._recovery.prestart.concerns(role, node.name):
-                self._do(*self._recovery.prestart.fail(facts, f"no idle worker on {node.name}"))
-            case m.RestoreFailed(epoch=facts.epoch, role=role, reason=reason):
+                self._do(*self._recovery.prestart.fail(cluster, f"no idle worker on {node.name}"))
+            case m.RestoreFailed(epoch=cluster.epoch, role=role, reason=reason):
                 self._recovery.restore_failed(node, f"role {role} on {node.name}: {reason}", role)
-            case m.NoIdleWorker(epoch=facts.epoch, role=role):
+            case m.NoIdleWorker(epoch=cluster.epoch, role=role):
                 self._recovery.fail(f"role {role} on {node.name}: no idle worker on its node", [role])
             case m.Restored() | m.Stepped() | m.Reopened():
                 self._recovery.on_progress(message)
@@ -397,42 +397,42 @@ class Controller:
                 node.holdings.configured = values
                 self._settle()
             case m.RoleState():
-                self._do(*self._questions.described(facts, message))
+                self._do(*self._questions.described(cluster, message))
             case m.RoleFlight():
                 self._do(*self._questions.flight(message))
             case m.RoleLayout():
-                facts.lay_out(message)
+                cluster.lay_out(message)
             case m.Trained():
-                self._do(*self._recovery.samples.trained(facts, message))
+                self._do(*self._recovery.samples.trained(cluster, message))
             case m.OperationCounts():
-                self._do(*self._recovery.prestart.counted(facts, message))
+                self._do(*self._recovery.prestart.counted(cluster, message))
             case m.Issued() if self._recovery.prestart.concerns(message.role, node.name):
                 pass  # another worker of this role takes part
             case m.Issued():
-                if (found := self._recovery.completion.answered(message, facts.plan_epoch)) is not None:
+                if (found := self._recovery.completion.answered(message, cluster.plan_epoch)) is not None:
                     self._recovery.escalate(EscalationCause(found))
             case m.Prepared(role, counts):
                 running = isinstance(self.phase, Running)
-                started = self._recovery.prestart.prepared(facts, node.name, role, counts, running, now)
+                started = self._recovery.prestart.prepared(cluster, node.name, role, counts, running, now)
                 self._do(*started)
-            case m.PausedAtStep(epoch=facts.epoch, role=role):
-                self._do(*self._recovery.prestart.held(facts, role, now))
+            case m.PausedAtStep(epoch=cluster.epoch, role=role):
+                self._do(*self._recovery.prestart.held(cluster, role, now))
                 self._recovery.return_if_due()
             case m.Unprotected():
                 self._recovery.runs_unprotected(message)
             case m.Suspect(epoch=epoch):
-                if epoch == facts.epoch:
+                if epoch == cluster.epoch:
                     self._recovery.suspected(node, message)
             case m.DurableNames():
                 if self._recovery.checkpoints.answered(node, message):
                     self._reconsider()
             case m.DurableWritten(role=role, version=version, seconds=seconds):
                 self._record("durable", roles=[role], version=version)
-                self._do(PartWritten(version, facts.settings.world_size, seconds))
+                self._do(PartWritten(version, cluster.settings.world_size, seconds))
             case m.DurableFailed(version=version):
                 # One event a checkpoint: the other roles' parts fail of the same, or because this one did.
-                if (facts.epoch, version) != self._not_written:
-                    self._not_written = (facts.epoch, version)
+                if (cluster.epoch, version) != self._not_written:
+                    self._not_written = (cluster.epoch, version)
                     reason = f"node {node.name}: {message.reason}"
                     self._record("durable_failed", reason, [message.role], version=version)
             case m.Completed():
@@ -443,10 +443,10 @@ class Controller:
                 self._recovery.end_if_finished()
             case m.Leaving():
                 self._record("leaving", f"node {node.name} was told to end (SIGTERM)", node=node.name)
-                self._told_to_end = {*(self._told_to_end & facts.nodes.keys()), node.name}
+                self._told_to_end = {*(self._told_to_end & cluster.nodes.keys()), node.name}
                 if not isinstance(self.phase, Rebuilding):  # or others are yet to be heard of
                     self._look_whether_all_leave()
-                self._to_dismiss |= {node.name} - facts.roles_by_node.keys()
+                self._to_dismiss |= {node.name} - cluster.roles_by_node.keys()
                 self._dismiss()
             case m.Left():
                 node.liveness.leaves = True
@@ -469,26 +469,26 @@ class Controller:
 
     def _rebuild(self, phase: Rebuilding) -> None:
         """Once it has heard from everybody, or it is clear who does not come, go on."""
-        facts, now = self.facts, self._now
-        phase.newest = takeover.newest(facts)
+        cluster, now = self.cluster, self._now
+        phase.newest = takeover.newest(cluster)
         if not self._recovery.plan_known:
-            self._do(*takeover.ask(facts, phase, now))
+            self._do(*takeover.ask(cluster, phase, now))
             return
-        for node in list(facts.nodes.values()):
+        for node in list(cluster.nodes.values()):
             self._hear(node)
         if self.phase is not phase:
             return
-        if facts.plan is None:
+        if cluster.plan is None:
             self._recovery.transition(Forming(now))  # those who knew of a plan are gone again
-        elif now >= self._recovery.settled and takeover.complete(facts, phase, self._arriving, now):
+        elif now >= self._recovery.settled and takeover.complete(cluster, phase, self._arriving, now):
             self._look_whether_all_leave()
-            self._recovery.take_over(phase, facts.plan)
+            self._recovery.take_over(phase, cluster.plan)
 
     def _asked_for_settings(self, node: Node, question: m.Configure) -> None:
         """A worker of `node` brings settings."""
-        started = spares_started(self.facts)
+        started = spares_started(self.cluster)
         try:
-            news = self._script.take(self.facts, question.settings)
+            news = self._script.take(self.cluster, question.settings)
         except ConfigError as error:
             self._do(Send(node.peer, answer(question, str(error))))
             return
@@ -496,40 +496,42 @@ class Controller:
             self._settings_taken()
             values = question.settings.items()
             self._record("configured", ", ".join(f"{name} {value}" for name, value in values))
-            if self.facts.settings.spares > started:
-                warn_of_spares(self.facts, started)
+            if self.cluster.settings.spares > started:
+                warn_of_spares(self.cluster, started)
         self._script.asking.append((node.peer, question))
         self._settle()
 
     def _take_settings(self, values: Mapping[str, Any]) -> None:
         """An agent uses them already, of a former controller."""
         try:
-            if self._script.take(self.facts, values):
+            if self._script.take(self.cluster, values):
                 self._settings_taken()
         except ConfigError as error:
             self._recovery.end_job(1, str(error))
 
     def _settings_taken(self) -> None:
         self._recovery.checkpoints = self._recovery.checkpoints.forgotten()
-        for node in self.facts.nodes.values():
+        for node in self.cluster.nodes.values():
             self._do(*self._script.tell(node))
 
     def _settle(self) -> None:
         """Answer the workers that brought settings, once the agents of all roles use them."""
-        facts = self.facts
-        if not isinstance(self.phase, Running) or not self._script.used_by_all(facts):
+        cluster = self.cluster
+        if not isinstance(self.phase, Running) or not self._script.used_by_all(cluster):
             return
         # INV-13 (settings): no role trains before all use the same. The directory may be known only now: then
         # nobody has begun to train without what is in it.
-        durable = self._recovery.ask_durable_versions(facts.roles_by_node)
+        durable = self._recovery.ask_durable_versions(cluster.roles_by_node)
         begins = (
-            facts.initial_version is None and facts.started_from[1] != "durable" and not facts.restart_epoch
+            cluster.initial_version is None
+            and cluster.started_from[1] != "durable"
+            and not cluster.restart_epoch
         )
         if durable is None or (begins and self._recovery.end_if_storage_unreadable()):
             return
         if durable and begins:
             version = max(durable)
-            facts.started_from = version, "durable"
+            cluster.started_from = version, "durable"
             reason = f"training starts from the durable checkpoint of step {version}"
             self._recovery.end_epoch("configured", reason, [])
             return
@@ -537,28 +539,28 @@ class Controller:
 
     def _look_whether_all_leave(self) -> None:
         """The job was told to end if all nodes were."""
-        facts = self.facts
-        self._recovery.leaving |= bool(facts.roles_by_node) and self._told_to_end == facts.nodes.keys()
+        cluster = self.cluster
+        self._recovery.leaving |= bool(cluster.roles_by_node) and self._told_to_end == cluster.nodes.keys()
 
     def _dismiss(self) -> None:
         """Nodes that were told to end, and that nobody needs, may; once nobody may obey another any more."""
         if not self._to_dismiss or self._now < self._recovery.settled or self._recovery.leaving:
             return
-        names, self._to_dismiss = sorted(self._to_dismiss - self.facts.roles_by_node.keys()), set()
-        nodes = [node for name in names if (node := self.facts.nodes.get(name)) is not None]
+        names, self._to_dismiss = sorted(self._to_dismiss - self.cluster.roles_by_node.keys()), set()
+        nodes = [node for name in names if (node := self.cluster.nodes.get(name)) is not None]
         self._do(*(Send(node.peer, m.Shutdown(code=ENDED)) for node in nodes))
 
     def _node_left(self, name: str) -> None:
         """All workers of a node have died of SIGTERM, which it had from outside."""
-        if (node := self.facts.nodes.get(name)) is None:
+        if (node := self.cluster.nodes.get(name)) is None:
             return  # its connection has broken since, and that was enough
         if not self._recovery.leaving:
             self._recovery.node_lost(node, "it was told to end (SIGTERM)", m.Fault.TERMINATED)
             return
         # The job ends, or at least this machine, and what is left is the business of the next controller.
-        self.facts.drop(node)
+        self.cluster.drop(node)
         self._do(Close(node.peer))
-        if self.facts.nodes.keys().isdisjoint(self.facts.roles_by_node):
+        if self.cluster.nodes.keys().isdisjoint(self.cluster.roles_by_node):
             self._recovery.end_job(ENDED, "it was told to end (SIGTERM)")
         self._termination.end_later(name, self._now)
 
@@ -589,9 +591,9 @@ class Controller:
             self._recovery.ask_about_script_end()
         self._recovery.check_hangs()
         if not self.busy:
-            self.facts.records.prepare(AT_ONCE)
+            self.cluster.records.prepare(AT_ONCE)
         if isinstance(self.phase, Running):
             self._recovery.advance_prestarts()
         told = isinstance(self.phase, Running) and not self._recovery.unprotected
         progress = self._recovery.progress if told else None
-        self._do(*self._bulletin.tick(self.facts, self.phase, progress, now))
+        self._do(*self._bulletin.tick(self.cluster, self.phase, progress, now))

@@ -14,8 +14,8 @@ from ft_core.protocol.table import changes, hosts_of, pieces
 class PlanDelivery:
     """What of the newest plan is sent to whom."""
 
-    def __init__(self, facts: ClusterState) -> None:
-        self._facts = facts
+    def __init__(self, cluster: ClusterState) -> None:
+        self._cluster = cluster
         self._own: dict[m.NodeName, m.OwnPlan] = {}
         """What single nodes must know of the plan."""
         self._whole: list[m.Hosts | m.SharedPlan] = []
@@ -29,12 +29,12 @@ class PlanDelivery:
 
     def to_all(self, before: m.Plan | None, now: float) -> list[Effect]:
         """Send the plan to all nodes: those that have begun the one `before` are told what is different."""
-        facts, plan = self._facts, self._facts.current_plan
+        cluster, plan = self._cluster, self._cluster.current_plan
         shared: m.SharedPlan | None = None
         # First what single nodes must know: what all are told stays one message to who speaks for many.
-        own = ((facts.nodes.get(name), order) for name, order in self._own.items())
+        own = ((cluster.nodes.get(name), order) for name, order in self._own.items())
         effects: list[Effect] = [Send(node.peer, order) for node, order in own if node is not None]
-        for node in facts.nodes.values():
+        for node in cluster.nodes.values():
             node.plan_sent_at = now
             if before is None or node.applied_plan != before.id:
                 effects += [Send(node.peer, part) for part in self._whole_plan()]
@@ -53,9 +53,9 @@ class PlanDelivery:
 
     def nodes_without_roles(self) -> m.NodesChanged:
         """All nodes that have no role, for a node that may have missed who has come and gone."""
-        plan = self._facts.current_plan
+        plan = self._cluster.current_plan
         if self._without_roles is None or self._without_roles[0] is not plan.nodes:
-            hosts = self._facts.roles_by_node
+            hosts = self._cluster.roles_by_node
             idle: dict[m.NodeName, m.NodeAddress | None] = {
                 name: at for name, at in plan.nodes.items() if name not in hosts
             }
@@ -64,14 +64,14 @@ class PlanDelivery:
 
     def node_changes(self) -> list[Effect]:
         """Tell all which nodes without a role have come or gone since: those keep copies for others."""
-        if (changed := plans.nodes_changed(self._facts)) is None:
+        if (changed := plans.nodes_changed(self._cluster)) is None:
             return []
-        self._facts.plan, news = changed
+        self._cluster.plan, news = changed
         self._whole = []
-        return self._facts.to_all(news)
+        return self._cluster.to_all(news)
 
     def _whole_plan(self) -> list[m.Hosts | m.SharedPlan]:
-        plan = self._facts.current_plan
+        plan = self._cluster.current_plan
         if not self._whole:
             hosts = hosts_of(plan.roles, plan.nodes).values()
             self._whole = [*pieces(plan.id, hosts), m.SharedPlan(plan.id, [], [], plan.state)]

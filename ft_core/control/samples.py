@@ -21,25 +21,25 @@ class Samples:
         self._unknown: dict[int, int | None] = {}
         """The versions of epochs that began before all roles had told of their groups."""
 
-    def begin(self, facts: ClusterState) -> list[Effect]:
+    def begin(self, cluster: ClusterState) -> list[Effect]:
         """Enter that an epoch has begun; later for the first, in which roles tell of their groups."""
-        state = facts.current_plan
-        if not facts.groups.known:
+        state = cluster.current_plan
+        if not cluster.groups.known:
             self._unknown[state.epoch] = state.version
         elif self._epoch != state.epoch:
-            start = facts.settings.start.membership(facts.groups.membership.groups)
+            start = cluster.settings.start.membership(cluster.groups.membership.groups)
             for epoch in sorted(set(self._unknown) - {state.epoch}):
                 self._ledger.epoch(epoch, self._unknown[epoch], _json(start))
             self._unknown.clear()
-            self._epoch, facts.ledger_through = state.epoch, state.ledger_through
-            self._ledger.epoch(state.epoch, state.version, _json(facts.groups.membership))
+            self._epoch, cluster.ledger_through = state.epoch, state.ledger_through
+            self._ledger.epoch(state.epoch, state.version, _json(cluster.groups.membership))
         return self._entered()
 
-    def trained(self, facts: ClusterState, message: Trained) -> list[Effect]:
+    def trained(self, cluster: ClusterState, message: Trained) -> list[Effect]:
         """A role has trained a step's samples."""
         self._waiting.append(message)
-        effects = self.begin(facts)
-        if not facts.groups.known:
+        effects = self.begin(cluster)
+        if not cluster.groups.known:
             return effects  # word of another role's group is on its way
         for each in self._waiting:
             dealt = each.dealt
@@ -48,9 +48,9 @@ class Samples:
             when = {"epoch": each.epoch, "since": each.since or 0, "step": each.step}
             problem = self._ledger.step({**when, **record, **about})
             if problem is not None:
-                effects.append(Record("ledger", facts.epoch, problem))
-            if each.epoch == self._epoch or each.step <= (facts.current_plan.version or 0):
-                facts.ledger_through = max(facts.ledger_through, each.step)
+                effects.append(Record("ledger", cluster.epoch, problem))
+            if each.epoch == self._epoch or each.step <= (cluster.current_plan.version or 0):
+                cluster.ledger_through = max(cluster.ledger_through, each.step)
         self._waiting.clear()
         return effects + self._entered()
 

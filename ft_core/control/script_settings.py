@@ -29,13 +29,13 @@ class ScriptSettings:
     values: Mapping[str, Any] | None = None
     asking: list[tuple[Peer, Configure]] = field(default_factory=list)
 
-    def take(self, facts: ClusterState, values: Mapping[str, Any]) -> bool:
+    def take(self, cluster: ClusterState, values: Mapping[str, Any]) -> bool:
         """Use `values` from now on. Returns whether they are news.
 
         Raises ConfigError if they cannot be had, or are not the first.
         """
         if self.values is None:
-            facts.settings = facts.settings.configured(values, SOURCE)
+            cluster.settings = cluster.settings.configured(values, SOURCE)
             self.values = values
             return True
         if values != self.values:
@@ -51,9 +51,9 @@ class ScriptSettings:
             return []
         return [Send(node.peer, UseSettings(settings=dict(self.values)))]
 
-    def used_by_all(self, facts: ClusterState) -> bool:
+    def used_by_all(self, cluster: ClusterState) -> bool:
         """Whether somebody waits, and the agents of all roles use the settings."""
-        playing = (facts.nodes.get(name) for name in facts.roles_by_node)
+        playing = (cluster.nodes.get(name) for name in cluster.roles_by_node)
         return bool(self.asking) and all(
             node is not None and node.holdings.configured == self.values for node in playing
         )
@@ -70,15 +70,15 @@ def answer(question: Configure, error: str = "") -> ConfigureAnswer:
     return ConfigureAnswer(worker=question.worker, id=question.id, error=error)
 
 
-def spares_started(facts: ClusterState) -> int:
+def spares_started(cluster: ClusterState) -> int:
     """Those that `ftrun` has started, or that have joined since."""
-    return max(facts.settings.spares, len(facts.nodes.keys() - facts.roles_by_node.keys()))
+    return max(cluster.settings.spares, len(cluster.nodes.keys() - cluster.roles_by_node.keys()))
 
 
-def warn_of_spares(facts: ClusterState, started: int) -> None:
+def warn_of_spares(cluster: ClusterState, started: int) -> None:
     """The script asks for more than there are."""
     log.warning(
         "%s asks for %d spares; there are %d: bring more with `ftrun --join %s --job-dir %s` "
         "(on one machine, start them with `ftrun --standalone --spares`)",
-        *(SOURCE, facts.settings.spares, started, facts.settings.meeting, facts.job_dir),
+        *(SOURCE, cluster.settings.spares, started, cluster.settings.meeting, cluster.job_dir),
     )

@@ -194,7 +194,10 @@ class Shell:
         listener, datagrams = await self._listen()
         tasks.spawn(door.serve(listener, self._secret, "the controller", self._accept))
         self._handle(Arriving(0))  # it begins
-        LOG_CONTEXT.about = lambda: {"epoch": self.machine.facts.epoch, "step": self.machine.account.version}
+        LOG_CONTEXT.about = lambda: {
+            "epoch": self.machine.cluster.epoch,
+            "step": self.machine.account.version,
+        }
         http = self._serve_http()
         if self._office is None:  # or it goes when its node does, see `control.lead.candidate`
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._handle, Terminate())
@@ -223,7 +226,7 @@ class Shell:
 
     async def _see_off(self) -> None:
         """Those that others speak for: they leave who is of no use before they would count as silent."""
-        peers = self.machine.facts.peers
+        peers = self.machine.cluster.peers
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.settings.silence_limit):
                 await self._tree.end(peers.__contains__)

@@ -515,10 +515,10 @@ class Fleet:
         return found
 
     @property
-    def facts(self) -> ClusterState:
+    def cluster(self) -> ClusterState:
         """What the controller in this process knows."""
         assert self.controller is not None
-        return self.controller.machine.facts
+        return self.controller.machine.cluster
 
     def events(self, name: str = "") -> list[Event]:
         """What the controller has recorded, or that of one name."""

@@ -472,11 +472,14 @@ def test_a_worker_takes_over_from_one_that_died_and_has_the_same() -> None:
     node.say(changed(None, told := node.holdings(), 0))
     lost = node.crash(0)
     node.say(lost)
-    assert not job.controller.facts.alive(0, "node0") and 0 not in job.controller.facts.records.roles
+    assert not job.controller.cluster.alive(0, "node0") and 0 not in job.controller.cluster.records.roles
     node.workers[0] = next(job.pids)
     node.reported = node.epoch
     node.say(changed(told, node.holdings(), 1))
-    assert job.controller.facts.alive(0, "node0") and job.controller.facts.nodes["node0"].holdings.report.home
+    assert (
+        job.controller.cluster.alive(0, "node0")
+        and job.controller.cluster.nodes["node0"].holdings.report.home
+    )
 
 
 def test_a_node_dies_with_its_first_word_on_its_state() -> None:
@@ -488,7 +491,7 @@ def test_a_node_dies_with_its_first_word_on_its_state() -> None:
         for role in agent.workers:
             agent.step(role, 1)
             if agent is lost:
-                job.controller.facts.catalogue.clear()  # it did not arrive
+                job.controller.cluster.catalogue.clear()  # it did not arrive
     lose(job, "node1")
     job.all_report()
     assert job["spare" if "spare" in job.agents else "node2"].plan.roles == {0: "node0", 1: "node2"}
@@ -631,7 +634,7 @@ def test_of_many_nodes_that_are_lost_few_are_asked_each_time() -> None:
     assert sorted(found) == sorted(3 * dead) and len(again) < len(found), "once to each for all"
     for peer, asked in again.items():
         job.happens(Received(peer, NodesProbed(asked.round, dict.fromkeys(asked.nodes, "refused"))))
-    assert set(job.controller.facts.nodes) == set(job.agents)
+    assert set(job.controller.cluster.nodes) == set(job.agents)
 
 
 def test_more_nodes_than_copies_cover_are_not_waited_for_where_their_processes_have_ended() -> None:
@@ -799,7 +802,7 @@ def test_one_end_of_a_broken_link_is_replaced() -> None:
     answer_probes(job, 10, ("node0", "node1"))
     [link] = job.records_of("link")
     assert link.more == {"nodes": ["node0", "node1"], "replaced": "node1"} and link.roles == (1,)
-    assert job["node1"].heard[-1] == GivenUp() and victim not in job.controller.facts.peers
+    assert job["node1"].heard[-1] == GivenUp() and victim not in job.controller.cluster.peers
     [detected] = job.records_of("detected")
     assert detected.reason == "node node1 lost: its link to node0 is broken"
     del job.agents["node1"]
@@ -918,7 +921,7 @@ def test_a_second_node_dies_in_the_recovery() -> None:
     lose(job, "node0")
     job["node1"].report()
     lose(job, "node2")
-    assert job.controller.facts.epoch == 2, "one recovery for both"
+    assert job.controller.cluster.epoch == 2, "one recovery for both"
     job.all_report()
     moved = job.records_of("decided")[1].more["moved"]
     assert moved.keys() == {0, 2} and set(moved.values()) == {"node3", "node4"}
@@ -927,12 +930,14 @@ def test_a_second_node_dies_in_the_recovery() -> None:
 def test_a_spare_dies_and_nobody_stops() -> None:
     job = ControlPlane(nodes=2, spares=1)
     job.all_step(1)
-    kept = job.controller.facts.current_plan
+    kept = job.controller.cluster.current_plan
     effects = lose(job, "node2")
     assert {n.nodes["node2"] for n in sent(effects, NodesChanged).values()} == {None}
     assert job.records_of("spare_lost") and job.phase == "running"
     assert "node2" in kept.nodes, "what was sent is not changed"
-    assert job.controller.facts.current_plan == replace(kept, nodes=job.controller.facts.current_plan.nodes)
+    assert job.controller.cluster.current_plan == replace(
+        kept, nodes=job.controller.cluster.current_plan.nodes
+    )
 
 
 # -- a worker dies -------------------------------------------------------------------------------------
@@ -1019,14 +1024,14 @@ def tell(job: ControlPlane) -> str:
 def test_a_successor_takes_over_what_an_agent_has_kept() -> None:
     job = ControlPlane(nodes=2, spares=1)
     job.all_step(1)
-    before = job.controller.facts
+    before = job.controller.cluster
     restart(job, "node0", "node1", "node2")
     assert job.phase == "rebuilding"
     job.wait(0.1)
     tell(job)
     job.wait(0.1)
     assert job.phase == "running" and not job.records_of("detected")
-    assert job.controller.facts.current_plan == before.current_plan
+    assert job.controller.cluster.current_plan == before.current_plan
     assert job.records_of("controller_restarted")
     job["node0"].say(job["node0"].crash(0))
     job.all_report()
@@ -1067,7 +1072,7 @@ def test_a_leader_that_hears_of_a_newer_term_resigns_and_hears_nothing_of_the_no
     job = ControlPlane(nodes=2, leadership="etcd://e:1/x")
     job["node0"].term = 4
     assert job["node0"].greet() == [Resign(4)]
-    assert job["node0"].peer not in job.controller.facts.peers
+    assert job["node0"].peer not in job.controller.cluster.peers
 
 
 def test_a_controller_that_nobody_elects_resigns_for_nobody() -> None:
@@ -1076,7 +1081,7 @@ def test_a_controller_that_nobody_elects_resigns_for_nobody() -> None:
     refused, closed = job["node0"].greet()
     assert refused == Refuse("node node0 obeys a controller of term 2")
     assert closed == Close(job["node0"].peer)
-    assert job["node0"].peer not in job.controller.facts.peers
+    assert job["node0"].peer not in job.controller.cluster.peers
 
 
 def test_an_agent_of_a_former_job_is_told_so_and_changes_nothing() -> None:
@@ -1091,7 +1096,7 @@ def test_an_agent_of_a_former_job_is_told_so_and_changes_nothing() -> None:
         assert isinstance(refused, Refuse) and "--rdzv-id old" in refused.reason
         assert "node node0 (process 1) is of job old, this is new" in refused.reason
         assert (told, closed) == (Send(7, OtherJob("new")), Close(7))
-    assert job.phase == "forming" and not job.controller.facts.nodes
+    assert job.phase == "forming" and not job.controller.cluster.nodes
     for number in range(2):
         job.join(f"node{number}", number)
     job.wait(0.1)
@@ -1423,7 +1428,7 @@ def test_where_a_newcomers_script_begins_is_not_where_the_job_did() -> None:
     job = ControlPlane()
     job.all_step(1)
     job["node0"].say(replace(job["node0"].layouts[0], initial=6))
-    assert job.controller.facts.initial_version == 0 and job.controller.facts.trained
+    assert job.controller.cluster.initial_version == 0 and job.controller.cluster.trained
 
 
 @pytest.mark.parametrize("version", [6, 1])
@@ -1524,7 +1529,7 @@ def test_who_comes_back_in_vain_does_not_keep_the_others_from_training() -> None
         job["node0"].say(OperationCounts(role=0, counts={}))
         spare.say(Prepared(role=1, counts={}))
         job["node0"].beat()
-        job["node0"].say(PausedAtStep(epoch=job.controller.facts.epoch, role=0))
+        job["node0"].say(PausedAtStep(epoch=job.controller.cluster.epoch, role=0))
         job.all_report()
         assert spare.plan is not None and spare.plan.roles[1] == spare.name
         if number < 2:
@@ -1567,7 +1572,7 @@ def test_a_group_is_lost_before_anybody_has_trained_anew() -> None:
     assert job.records_of("starting_over")
     job["node1"].say(job["node1"].crash(1))
     job.all_report()
-    assert job.controller.facts.restart_epoch and job.phase == "running"
+    assert job.controller.cluster.restart_epoch and job.phase == "running"
     lose(job, "node1")
     job.all_report()
     assert job.phase == "waiting" and "not been copied yet" in job.records_of("waiting")[0].reason
@@ -1628,7 +1633,7 @@ def test_settings_that_contradict_another_nodes_end_the_job_with_the_reason() ->
     job["node0"].configured = {"replicas": 0}
     job["node1"].configured = {"replicas": 1}
     restart(job, "node0")
-    assert job.controller.facts.settings.replicas == 0
+    assert job.controller.cluster.settings.replicas == 0
     job["node1"].greet()
     assert job.done == End(1) and "only one set for the whole job" in job.said[0]
 
@@ -1664,7 +1669,7 @@ def test_who_has_left_while_another_waits_is_found() -> None:
 def test_a_pulse_counts_once_for_a_node_that_is_there_and_for_this_controller() -> None:
     job = ControlPlane(nodes=2)
     job.all_step(1)
-    sight = job.controller.facts.nodes["node0"].liveness
+    sight = job.controller.cluster.nodes["node0"].liveness
     session = job.controller._session
 
     def pulse(session: str, node: str, number: int) -> None:
@@ -1680,9 +1685,9 @@ def test_a_pulse_counts_once_for_a_node_that_is_there_and_for_this_controller() 
         pulse(session, "node0", number)
     assert sight.pulsed == first < job.now
     job["node0"].greet()
-    assert job.controller.facts.nodes["node0"].liveness.pulses == 5, "of the same controller"
+    assert job.controller.cluster.nodes["node0"].liveness.pulses == 5, "of the same controller"
     pulse(session, "node0", 6)
-    assert job.controller.facts.nodes["node0"].liveness.pulsed == job.now
+    assert job.controller.cluster.nodes["node0"].liveness.pulsed == job.now
 
 
 def test_all_come_to_the_end() -> None:
@@ -1714,8 +1719,8 @@ def test_nodes_without_a_number_take_the_places_that_nobody_has() -> None:
     job.join("d", 1)
     job.join("e", ANY_RANK)
     job.wait(1.0)
-    assert job.controller.facts.places == {0: "node0", 1: "d", 2: "c", 3: "b"}
-    assert "e" in job.controller.facts.nodes and not [text for text in job.said if "--node-rank" in text]
+    assert job.controller.cluster.places == {0: "node0", 1: "d", 2: "c", 3: "b"}
+    assert "e" in job.controller.cluster.nodes and not [text for text in job.said if "--node-rank" in text]
 
 
 def test_two_nodes_with_one_number_are_said() -> None:

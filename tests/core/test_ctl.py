@@ -46,12 +46,12 @@ class Large:
         )
         self.controller = Controller(settings, "/job", lambda: "x", {}, pid=7)
         self.controller.handle(Arriving(0), 0.0)
-        self.facts = facts = self.controller.facts
+        self.cluster = cluster = self.controller.cluster
         names = [f"node-{number:05}+{number:06x}" for number in range(hosting + spares)]
         places = {role: names[role // PER_NODE] for role in range(hosting * PER_NODE)}
         at = {n: m.NodeAddress(f"10.0.0.{i % 250}:40001", f"rack{i // 16}") for i, n in enumerate(names)}
-        facts.plan = job_plan(places, 3, nodes=at)
-        facts.epoch = 3
+        cluster.plan = job_plan(places, 3, nodes=at)
+        cluster.epoch = 3
         self.controller._recovery.transition(Running())
         for number, name in enumerate(names):
             hello = m.AgentHello(
@@ -63,8 +63,8 @@ class Large:
             node.beats = {r: m.RoleBeat(r, 500, 500, [499, 500], 500, 2.0, 0.0, 0, 0) for r in roles}
             kept = [(role - PER_NODE) % len(places) for role in roles]
             node.replicas = {f"{role}x1-0": [499, 500] for role in kept}
-            facts.catalogue |= {role: {f"{role}x1-0": str(role), "all": "0"} for role in roles}
-            facts.add(node)
+            cluster.catalogue |= {role: {f"{role}x1-0": str(role), "all": "0"} for role in roles}
+            cluster.add(node)
         self.names, self.largest, self.longest, self.asked = names, 0, 0.0, 0
         self.answers: list[m.ToCtl] = []
 
@@ -128,12 +128,12 @@ def lose_some(large: Large) -> list[str]:
     """Nodes go, roles lag, things fail."""
     gone = [large.names[5], large.names[9]]
     for name in gone:
-        large.facts.drop(large.facts.nodes[name])
-    slow = large.facts.nodes[large.names[7]]
+        large.cluster.drop(large.cluster.nodes[name])
+    slow = large.cluster.nodes[large.names[7]]
     slow.beats = {**slow.beats, 57: msgspec.structs.replace(slow.beats[57], step=498, step_s=9.5)}
     for pid in range(3):
         strike = m.FailureRecord("node-00011", -1, 88, pid, 400 + pid, m.Fault.CRASHED, f"{pid}", age=5.0)
-        large.facts.strikes.add(strike, 10.0)
+        large.cluster.strikes.add(strike, 10.0)
     return gone
 
 
@@ -215,7 +215,7 @@ def test_the_doctor_looks_at_some_of_many(large: Large, monkeypatch: pytest.Monk
     lose_some(large)
     asked: list[object] = []
     monkeypatch.setattr(doctor.socket, "create_connection", lambda *a, **b: asked.append(a) or _Closed())
-    settings = large.facts.settings
+    settings = large.cluster.settings
     with large() as found:
         about = found.status()
     case = Case(settings=settings, status=about, line=large)
@@ -327,7 +327,7 @@ def test_a_node_by_its_number(large: Large) -> None:
         assert nodes.node_named(found, "7") == nodes.node_named(found, "node-00007") == names[7]
         with pytest.raises(DeniedError, match=r"^99999 is no node: there are node-00000\+0+, node-00001"):
             nodes.node_named(found, "99999")
-        large.facts.drop(large.facts.nodes[names[7]])
+        large.cluster.drop(large.cluster.nodes[names[7]])
         with pytest.raises(DeniedError, match=r"^7 is no node: .* and 12935 others$"):
             nodes.node_named(found, "7")
 

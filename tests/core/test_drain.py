@@ -51,7 +51,7 @@ def refused(job: ControlPlane, name: str) -> str:
 def start(job: ControlPlane, role: int, on: str) -> list[Effect]:
     """The newcomer of a role starts, and is ready for its state."""
     for agent in list(job.agents.values()):
-        for each in [each for each in agent.workers if job.controller.facts.places.get(each) == agent.name]:
+        for each in [each for each in agent.workers if job.controller.cluster.places.get(each) == agent.name]:
             agent.say(OperationCounts(role=each, counts={ALL: 3}))
     prepare = next(message for message in reversed(job[on].heard) if isinstance(message, Prepare))
     assert prepare.roles == [role] and prepare.surrogates.expanded() == {role: role}
@@ -62,15 +62,15 @@ def start(job: ControlPlane, role: int, on: str) -> list[Effect]:
 
 def stop(job: ControlPlane, *roles: int) -> None:
     """Those who train do, at the end of a step."""
-    playing = {job.controller.facts.places[role] for role in job.roles}
+    playing = {job.controller.cluster.places[role] for role in job.roles}
     for name in playing:
         job[name].beat()
-    epoch = job.controller.facts.epoch
+    epoch = job.controller.cluster.epoch
     for name in playing:
         hold = [message for message in job[name].heard if isinstance(message, PauseAfterStep)][-1]
         assert hold.epoch == epoch and hold.step > max(agent.step_now for agent in job.agents.values()) - 1
     for role in roles:
-        job[job.controller.facts.places[role]].say(PausedAtStep(epoch=epoch, role=role))
+        job[job.controller.cluster.places[role]].say(PausedAtStep(epoch=epoch, role=role))
 
 
 def moved(**settings: Any) -> ControlPlane:
@@ -120,7 +120,7 @@ def test_roles_move_between_two_steps_and_then_the_node_ends() -> None:
     assert plan.version == 1 and plan.newcomers == [1]
     assert job.records_of("decided")[-1].more["moved"] == {1: "node2"}
     assert job["node2"].plan is not None and job["node2"].plan.sources[1], "node1 has what it goes on from"
-    assert not job.records_of("detected") and job.controller.facts.attempts_without_progress == 0
+    assert not job.records_of("detected") and job.controller.cluster.attempts_without_progress == 0
     job.all_step(2)
     effects = job.wait(0.1)
     assert sent(effects, NodesChanged)[job["node0"].peer].nodes == {"node1": None}
@@ -133,8 +133,8 @@ def test_roles_move_between_two_steps_and_then_the_node_ends() -> None:
     job.wait(1)
     assert job.records_of("drained")[0].more == {"node": "node1"}
     assert job["node1"].heard[-1] == Shutdown(code=0)
-    assert job.phase == "running" and "node1" not in job.controller.facts.nodes
-    assert not job.controller.facts.strikes.places()
+    assert job.phase == "running" and "node1" not in job.controller.cluster.nodes
+    assert not job.controller.cluster.strikes.places()
 
 
 def test_who_answers_before_it_knows_does_not_count() -> None:
@@ -222,14 +222,14 @@ def test_a_spare_just_goes() -> None:
     commit(job, 9)
     job.wait(1)
     assert job.records_of("drained") and not job.records_of("moving") and not job.records_of("spare_lost")
-    assert job.controller.facts.epoch == 1
+    assert job.controller.cluster.epoch == 1
 
 
 def test_asked_twice_it_is_drained_once() -> None:
     job = ControlPlane(nodes=2, spares=1)
     job.all_step(1)
     assert drain(job, "node1") == drain(job, "node1") == Drains("node1", 1, [])
-    assert len(job.records_of("draining")) == 1 and job.controller.facts.draining == ["node1"]
+    assert len(job.records_of("draining")) == 1 and job.controller.cluster.draining == ["node1"]
 
 
 def test_several_are_drained_one_after_the_other() -> None:
@@ -251,7 +251,7 @@ def test_several_are_drained_one_after_the_other() -> None:
     start(job, 0, on="node3")
     stop(job, 0, 1)
     job.all_report()
-    assert job.controller.facts.places == {0: "node3", 1: "node2"}
+    assert job.controller.cluster.places == {0: "node3", 1: "node2"}
     job.all_step(3)
     for _ in range(2):
         job.wait(0.6)
@@ -288,7 +288,7 @@ def test_the_node_dies_before_its_newcomers_are_ready() -> None:
     job["node2"].idle = idle
     job["node2"].beat()
     job.wait(0.1)
-    assert job.controller.facts.places == {0: "node0", 1: "node2"} and not job.controller.facts.draining
+    assert job.controller.cluster.places == {0: "node0", 1: "node2"} and not job.controller.cluster.draining
 
 
 def test_the_node_dies_when_its_newcomers_are_ready() -> None:
@@ -300,7 +300,7 @@ def test_the_node_dies_when_its_newcomers_are_ready() -> None:
     start(job, 1, on="node2")
     lose(job, "node1")
     job.all_report()
-    assert job.controller.facts.places == {0: "node0", 1: "node2"} and job.phase == "running"
+    assert job.controller.cluster.places == {0: "node0", 1: "node2"} and job.phase == "running"
     assert not job.records_of("not_moving") and job.records_of("detected")
 
 
@@ -313,8 +313,8 @@ def test_a_role_elsewhere_fails_when_newcomers_are_ready() -> None:
     start(job, 1, on="node2")
     job["node0"].say(job["node0"].crash(0))
     job.all_report()
-    assert job.controller.facts.places == {0: "node0", 1: "node2"}
-    assert not job.records_of("not_drained") and job.controller.facts.draining == ["node1"]
+    assert job.controller.cluster.places == {0: "node0", 1: "node2"}
+    assert not job.records_of("not_drained") and job.controller.cluster.draining == ["node1"]
 
 
 def test_another_node_that_dies_needs_the_place_more() -> None:
@@ -330,11 +330,11 @@ def test_another_node_that_dies_needs_the_place_more() -> None:
     job["node2"].idle = 2
     job["node2"].beat()
     job.wait(0.1)
-    assert job.controller.facts.places == {0: "node2", 1: "node1"}
+    assert job.controller.cluster.places == {0: "node2", 1: "node1"}
     job.all_step(2)
     job.wait(0.1)
     assert "other nodes have workers for 0" in job.records_of("not_drained")[0].reason
-    assert not job["node1"].draining and not job.controller.facts.draining
+    assert not job["node1"].draining and not job.controller.cluster.draining
 
 
 def test_newcomers_that_die_are_tried_again_and_then_the_node_stays() -> None:
@@ -351,7 +351,7 @@ def test_newcomers_that_die_are_tried_again_and_then_the_node_stays() -> None:
     job.wait(0.1)
     assert "3 starts of its roles elsewhere failed" in job.records_of("not_drained")[0].reason
     assert job["node1"].heard[-1] == Drain(wanted=False) and job.phase == "running"
-    assert not job.records_of("detected") and job.controller.facts.epoch == 1
+    assert not job.records_of("detected") and job.controller.cluster.epoch == 1
     assert isinstance(drain(job, "node1"), Drains), "whoever has mended it may ask again"
     job.wait(0.1)
     start(job, 1, on="node2")
@@ -398,14 +398,14 @@ def test_a_successor_goes_on_with_it() -> None:
                 agent.say(message)
             break
     job.wait(takeover.GRACE + 0.5)
-    assert job.controller.facts.draining == ["node1"]
+    assert job.controller.cluster.draining == ["node1"]
     assert any(isinstance(message, Withdraw) for message in job["node2"].heard), "who was starting ends"
     job.all_step(1)
     job.wait(0.1)
     start(job, 1, on="node2")
     stop(job, 0, 1)
     job.all_report()
-    assert job.controller.facts.places == {0: "node0", 1: "node2"}
+    assert job.controller.cluster.places == {0: "node0", 1: "node2"}
 
 
 def test_a_node_that_has_not_heard_what_became_of_it_is_told() -> None:
@@ -416,7 +416,7 @@ def test_a_node_that_has_not_heard_what_became_of_it_is_told() -> None:
     job["node1"].greet()
     assert job["node1"].draining
     job.wait(0.1)
-    job.controller.facts.draining.clear()
+    job.controller.cluster.draining.clear()
     job["node1"].greet()
     assert not job["node1"].draining
 
@@ -441,7 +441,7 @@ def test_a_drained_node_is_given_no_role() -> None:
     assert job.phase == "waiting" and job.records_of("waiting")
     job.join("node3")
     job.all_report()
-    assert job.controller.facts.places == {0: "node0", 1: "node3"}
+    assert job.controller.cluster.places == {0: "node0", 1: "node3"}
 
 
 def test_a_role_of_its_own_that_crashes_goes_elsewhere_or_back() -> None:
@@ -450,14 +450,14 @@ def test_a_role_of_its_own_that_crashes_goes_elsewhere_or_back() -> None:
     drain(job, "node1")
     job["node1"].say(job["node1"].crash(1))
     job.all_report()
-    assert job.controller.facts.places == {0: "node0", 1: "node2"}
+    assert job.controller.cluster.places == {0: "node0", 1: "node2"}
     job = ControlPlane(nodes=2, spares=1)
     job.all_step(1)
     drain(job, "node1")
     lose(job, "node2")
     job["node1"].say(job["node1"].crash(1))
     job.all_report()
-    assert job.controller.facts.places == {0: "node0", 1: "node1"}, "better than to wait"
+    assert job.controller.cluster.places == {0: "node0", 1: "node1"}, "better than to wait"
 
 
 def test_while_a_job_recovers_it_is_refused() -> None:
@@ -497,7 +497,7 @@ def test_where_groups_are_away_they_come_back_elsewhere() -> None:
     drain(job, "node2")
     lose(job, "node1")
     job.all_report()
-    assert job.controller.facts.places == {0: "node0"}, "the spare is being drained"
+    assert job.controller.cluster.places == {0: "node0"}, "the spare is being drained"
     job.all_step(2)
     assert not any(isinstance(message, Prepare) for message in job["node2"].heard)
     job.join("node3")

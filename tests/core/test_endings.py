@@ -72,7 +72,7 @@ def test_a_worker_that_leaves_in_start_up_while_another_waits_for_it(first: str)
     """Which of the two is heard of first is chance."""
     job = ControlPlane(nodes=3)
     lost = WorkerLost(role=1, pid=job["node1"].workers.pop(1), exit="exit code 0", code=0, fault=Fault.LEFT)
-    broke = Suspect(job.controller.facts.epoch, 0, "Connection closed by peer")
+    broke = Suspect(job.controller.cluster.epoch, 0, "Connection closed by peer")
     said = [("node1", lost), ("node0", broke)]
     for name, message in said if first == "its end" else reversed(said):
         assert job.done is None

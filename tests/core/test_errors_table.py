@@ -49,14 +49,14 @@ def ended(case: Script | Killed | Own, path: Path, monkeypatch: pytest.MonkeyPat
 
 def fails(job: ControlPlane, failure: WorkerLost) -> str:
     """The worker of role 1 does, wherever it is now; `restarts`, or how the job ends."""
-    node = job.controller.facts.places[1]
+    node = job.controller.cluster.places[1]
     job[node].workers.pop(1, None)
-    epoch = job.controller.facts.epoch
+    epoch = job.controller.cluster.epoch
     job[node].say(failure)
     job.all_report()
     if job.done is not None:
         return f"ends, {job.done.code}"
-    assert job.phase == "running" and job.controller.facts.epoch == epoch + 1
+    assert job.phase == "running" and job.controller.cluster.epoch == epoch + 1
     return "restarts"
 
 
@@ -71,7 +71,7 @@ def test_row(row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         job.all_step(1)
 
     def counted() -> int:
-        return len(job.controller.facts.strikes.against("node1", job.now))
+        return len(job.controller.cluster.strikes.against("node1", job.now))
 
     found, counts = [fails(job, failure)], [counted()]
     if job.done is None:
@@ -96,7 +96,7 @@ def test_a_node_that_is_lost() -> None:
     lose(job, "node1")
     job.all_report()
     assert job.phase == "running"
-    [strike] = job.controller.facts.strikes.against("node1", job.now)
+    [strike] = job.controller.cluster.strikes.against("node1", job.now)
     assert strike.fault is Fault.NODE
 
 

@@ -45,7 +45,7 @@ def test_what_is_left_of_a_former_job_takes_no_part_in_the_next(
         assert f"node left (process {left.machine.about.pid}) is of job {former}" in refused["reason"]
         await fleet.until(lambda: "with --rdzv-id " + former in caplog.text)
         assert fleet.controller is not None and fleet.controller.machine.phase.name == "forming"
-        assert not fleet.facts.nodes
+        assert not fleet.cluster.nodes
         await fleet.stop_controller()
         (fleet.job_dir / "id").write_text(former)
         await fleet.start_controller()

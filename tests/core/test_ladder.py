@@ -22,7 +22,7 @@ TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 1\n    
 
 def raises(job: ControlPlane, role: int, fault: m.Fault = m.Fault.EXCEPTION, step: int = 1) -> None:
     """Its worker ends of an error of its script's; whoever is told to end because of that does."""
-    name = job.controller.facts.places[role]
+    name = job.controller.cluster.places[role]
     pid = job[name].workers.pop(role)
     about = {"exit": "exit code 3: ValueError", "code": 3, "traceback": TRACEBACK}
     job[name].say(m.WorkerLost(role, pid, fault=fault, step=step, signature="ValueError", **about))
@@ -85,7 +85,7 @@ def test_an_error_that_comes_again() -> None:
         raises(job, 1)
         assert began(job) == (None, "initial", [0, 1]) and rungs(job) == ["all", *restart * ["restart"]]
         assert job["node0"].plan is not None
-        assert job["node0"].plan.restart_epoch == job.controller.facts.epoch
+        assert job["node0"].plan.restart_epoch == job.controller.cluster.epoch
         job.all_step(1)
     raises(job, 1)
     assert job.done == End(3)
@@ -142,7 +142,7 @@ def test_who_is_told_to_end_has_not_failed() -> None:
     for _ in range(2):
         raises(job, 1)
     assert [record.roles for record in job.records_of("detected")] == [(1,), (1,)]
-    assert {strike.role for strike in job.controller.facts.strikes.value(job.now)} == {1}
+    assert {strike.role for strike in job.controller.cluster.strikes.value(job.now)} == {1}
 
 
 def test_the_same_of_all_roles_climbs_one_rung() -> None:
@@ -150,7 +150,7 @@ def test_the_same_of_all_roles_climbs_one_rung() -> None:
     job.all_step(1)
     for _ in range(2):
         lost = []
-        for role, name in job.controller.facts.places.items():
+        for role, name in job.controller.cluster.places.items():
             about = {"exit": "exit code 1", "code": 1, "fault": m.Fault.EXCEPTION, "signature": "E"}
             lost.append((name, m.WorkerLost(role, job[name].workers.pop(role), step=1, **about)))
         for name, message in lost:
@@ -251,7 +251,7 @@ def test_a_start_that_fails_alike_again_and_again() -> None:
         assert not rungs(job)
     raises(job, 1, step=-1)
     assert rungs(job) == ["all"] and began(job) == (1, "memory", [0, 1])
-    assert len({strike.place for strike in job.controller.facts.strikes.value(job.now)}) == 2
+    assert len({strike.place for strike in job.controller.cluster.strikes.value(job.now)}) == 2
 
 
 def test_recoveries_in_vain() -> None:

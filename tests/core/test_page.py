@@ -561,7 +561,7 @@ def test_a_large_job_costs_the_controller_little(tmp_path: Path) -> None:
     """Gathered by reference: what is per role is looked at elsewhere."""
     job = ControlPlane(nodes=24, nproc=8)
     taken = job.controller.overview(job.now, job.now)
-    beats = {id(node.beats) for node in job.controller.facts.nodes.values()}
+    beats = {id(node.beats) for node in job.controller.cluster.nodes.values()}
     assert {id(node.roles) for node in taken.nodes} == beats
     assert len(taken.rows()) == 24 and all(len(row.marks) == 8 for row in taken.rows().values())
 

@@ -72,7 +72,7 @@ def test_the_second_worker_of_a_recovery_dies_after_its_node_has_reported(tmp_pa
         await fleet.event("resumed")
         fleet["node2"].quiet = False
         fleet["node0"].crash(0)
-        await fleet.until(lambda: fleet.facts.nodes["node1"].holdings.epoch == 2)
+        await fleet.until(lambda: fleet.cluster.nodes["node1"].holdings.epoch == 2)
         fleet["node1"].crash(1)
         await fleet.event("detected", 2)
         fleet["node2"].quiesced()
@@ -126,9 +126,9 @@ def test_a_hello_is_no_report_while_workers_are_in_their_step(tmp_path: Path):
         fleet["node0"].crash(0)
         await fleet.until(lambda: fleet["node1"].epoch == 2)
         fleet["node1"].disconnect()
-        await fleet.until(lambda: fleet.facts.nodes["node1"].hello.pid == 2)  # its second connection
+        await fleet.until(lambda: fleet.cluster.nodes["node1"].hello.pid == 2)  # its second connection
         fleet["node2"].quiesced()
-        await fleet.until(lambda: fleet.facts.nodes["node2"].holdings.epoch == 2)
+        await fleet.until(lambda: fleet.cluster.nodes["node2"].holdings.epoch == 2)
         assert len(fleet.events("decided")) == 1
         fleet["node1"].quiesced()
         await fleet.event("resumed", 2)
@@ -356,7 +356,7 @@ def test_a_spare_keeps_the_copies_that_one_node_cannot(tmp_path: Path):
         assert [held(spare) for spare in others] == [[[4], [4]], []]
 
         def shown() -> list[list[dict[str, list[int]]]]:
-            return [list(row.replicas.values()) for row in ctl.roles(fleet.facts)]
+            return [list(row.replicas.values()) for row in ctl.roles(fleet.cluster)]
 
         await fleet.until(lambda: shown() == [[{"other": [4]}]] * 2)
         await node.end()
@@ -413,11 +413,11 @@ def test_nobodys_own_suspicion_tells_against_him(tmp_path: Path):
         node.disconnect()
         controller = fleet.controller
         assert controller is not None
-        await fleet.until(lambda: fleet.facts.nodes["node1"].liveness.gone_since is not None)
+        await fleet.until(lambda: fleet.cluster.nodes["node1"].liveness.gone_since is not None)
         ticks = controller.clock.now
         await fleet.until(lambda: controller.clock.now > ticks + 0.1)
         back.set()
-        await fleet.until(lambda: fleet.facts.nodes["node1"].liveness.gone_since is None)
+        await fleet.until(lambda: fleet.cluster.nodes["node1"].liveness.gone_since is None)
         assert not fleet.events("detected") and fleet["node0"].epoch == 1
 
     play(test, tmp_path / "job", nodes=2)

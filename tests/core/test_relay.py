@@ -136,7 +136,7 @@ class Job:
     async def join(self, rank: int, name: str) -> RealAgent:
         agent = self.agents[name] = RealAgent(self.fleet.settings, self.fleet.job_dir, name, rank)
         agent.serve()
-        await self.fleet.until(lambda: agent.connected and name in self.fleet.facts.nodes)
+        await self.fleet.until(lambda: agent.connected and name in self.fleet.cluster.nodes)
         return agent
 
     @property
@@ -228,7 +228,7 @@ def test_a_new_controller_is_found_through_the_same_relays(tmp_path: Path, monke
         await job.fleet.stop_controller()
         await asyncio.sleep(0.3)
         await job.fleet.start_controller()
-        await job.fleet.until(lambda: len(job.fleet.facts.nodes) == len(job.agents))
+        await job.fleet.until(lambda: len(job.fleet.cluster.nodes) == len(job.agents))
         assert {agent.node: agent._uplink._through for agent in job.agents.values()} == through
         job.agents["node5"].crash(5)
         await job.recover(2)
@@ -399,7 +399,7 @@ def test_a_relay_says_that_its_controller_is_away(tmp_path: Path):
         await job.fleet.stop_controller()
         await job.fleet.until(lambda: any(isinstance(event, e.NotConnected) for event in heard))
         await job.fleet.start_controller()
-        await job.fleet.until(lambda: len(job.fleet.facts.nodes) == len(job.agents))
+        await job.fleet.until(lambda: len(job.fleet.cluster.nodes) == len(job.agents))
 
     play(tmp_path / "job", test)
 

@@ -105,7 +105,7 @@ def test_roles_are_placed_on_an_avoided_node_when_the_others_are_full() -> None:
 
 def crash(job: ControlPlane, role: int, step: int, fault: Fault = Fault.CRASHED) -> str:
     """Its worker crashes wherever it is. Returns where that was, and lets the job go on."""
-    node = job.controller.facts.places[role]
+    node = job.controller.cluster.places[role]
     job[node].say(replace(job[node].crash(role), step=step, fault=fault))
     job.wait(0.1)
     job.all_report()
@@ -131,13 +131,13 @@ def say_kept(job: ControlPlane, name: str, kept: KeepStrikes) -> None:
 def test_a_node_that_fails_often_is_not_used_while_there_is_another() -> None:
     job = ControlPlane(nodes=2, spares=1)
     assert crashes(job, 1, 2, 3) == ["node0", "node0", "node0"]
-    assert job.controller.facts.places[0] == "node2", "the third time it moves"
+    assert job.controller.cluster.places[0] == "node2", "the third time it moves"
     [record] = job.records_of("avoided")
     assert record.more == {"node": "node0"} and "ftctl nodes forgive node0" in record.reason
     job.all_step(4)
     lose(job, "node2")
     job.all_report()
-    assert job.phase == "running" and job.controller.facts.places[0] == "node0", "there is no other"
+    assert job.phase == "running" and job.controller.cluster.places[0] == "node0", "there is no other"
 
 
 def test_without_another_it_goes_on_where_it_is() -> None:
@@ -158,9 +158,9 @@ def test_strikes_are_known_to_a_successor() -> None:
     job.wait(0.1)
     say_kept(job, "node1", kept)
     job.wait(0.1)
-    assert job.phase == "running" and len(job.controller.facts.strikes.against("node0", job.now)) == 2
+    assert job.phase == "running" and len(job.controller.cluster.strikes.against("node0", job.now)) == 2
     assert crashes(job, 3) == ["node0"]
-    assert job.controller.facts.places[0] == "node2"
+    assert job.controller.cluster.places[0] == "node2"
     told = [message for message in job["node2"].heard if isinstance(message, KeepStrikes)][-1]
     assert len(told.strikes) == 3, "and tells the agents, for the next"
 
@@ -226,7 +226,7 @@ def test_deaths_that_a_successor_hears_of_late_are_as_old_as_they_are() -> None:
     job.wait(0.1)
     job.all_report()
     assert job.phase == "running" and not job.records_of("avoided")
-    assert job.controller.facts.places[0] == job.controller.facts.places[1] == "node0"
+    assert job.controller.cluster.places[0] == job.controller.cluster.places[1] == "node0"
 
 
 def raises(job: ControlPlane, step: int, signature: str) -> None:
@@ -253,10 +253,10 @@ def test_a_node_that_was_not_lost_after_all_has_no_strike() -> None:
     job.all_step(1)
     agent = job["node1"]
     lose(job, "node1")
-    assert len(job.controller.facts.strikes.against("node1", job.now)) == 1
+    assert len(job.controller.cluster.strikes.against("node1", job.now)) == 1
     job.agents["node1"] = agent
     agent.greet()
-    assert not job.controller.facts.strikes.against("node1", job.now)
+    assert not job.controller.cluster.strikes.against("node1", job.now)
 
 
 def test_a_node_that_ends_because_it_was_told_to_has_no_strike() -> None:
@@ -264,7 +264,7 @@ def test_a_node_that_ends_because_it_was_told_to_has_no_strike() -> None:
     job.all_step(1)
     job["node1"].say(Left())
     job.wait(0.2)
-    assert job.records_of("detected") and not job.controller.facts.strikes.against("node1", job.now)
+    assert job.records_of("detected") and not job.controller.cluster.strikes.against("node1", job.now)
 
 
 # -- flags, and the kernel's word ----------------------------------------------------------------------
@@ -342,10 +342,12 @@ def test_links_that_fail_again_count_against_the_node() -> None:
     job.all_step(1)
     counted = []
     for _ in range(3):
-        epoch = job.controller.facts.epoch
+        epoch = job.controller.cluster.epoch
         for _ in range(2):
             job["node1"].say(Suspect(epoch=epoch, role=1, reason="COMM_ERROR", by_link=True))
-        counted.append(len(job.controller.facts.strikes.against("node1", job.now)))
-        job.controller.facts.epoch = epoch + 1  # the next one, in which it fails again
+        counted.append(len(job.controller.cluster.strikes.against("node1", job.now)))
+        job.controller.cluster.epoch = epoch + 1  # the next one, in which it fails again
     assert counted == [0, 1, 2]
-    assert {strike.fault for strike in job.controller.facts.strikes.against("node1", job.now)} == {Fault.LINK}
+    assert {strike.fault for strike in job.controller.cluster.strikes.against("node1", job.now)} == {
+        Fault.LINK
+    }

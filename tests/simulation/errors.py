@@ -127,11 +127,11 @@ class Errors:
 
     def decided(self, controller: SimController, moved: dict[int, str], before: dict[int, str]) -> None:
         """Roles were given to workers; `before`: where all were."""
-        facts = controller.machine.facts
+        cluster = controller.machine.cluster
         for failure in self._failures:
             failure.decided |= failure.role in moved
-        used = set(facts.current_plan.roles.values()) | self.job.drained
-        spare = [n for n in facts.nodes.values() if n.name not in used and n.idle > 0]
+        used = set(cluster.current_plan.roles.values()) | self.job.drained
+        spare = [n for n in cluster.nodes.values() if n.name not in used and n.idle > 0]
         others = [node.name for node in spare if self._against(_machine(node.name), 2 * _SLACK) == 0]
         lost = Counter(before[role] for role in moved if role in before)
         for role, name in moved.items():
@@ -145,10 +145,10 @@ class Errors:
                 raise Invariant.PLACES.broken(
                     f"{name} has failed {count} times, and role {role} is on it, not on {others}",
                 )
-            if self.job.shape.policy != "wait" or home == name or home not in facts.nodes:
+            if self.job.shape.policy != "wait" or home == name or home not in cluster.nodes:
                 continue
             count = self._against(_machine(home), window + _SLACK)
-            if facts.nodes[home].idle >= lost[home] and count < self.job.settings.strikes:
+            if cluster.nodes[home].idle >= lost[home] and count < self.job.settings.strikes:
                 raise Invariant.PLACES.broken(
                     f"role {role} leaves {home}, which has a worker for it and has failed {count} times",
                 )

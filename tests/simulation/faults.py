@@ -49,7 +49,7 @@ def hang_worker(job: SimJob, rng: Random) -> None:
 
         def another() -> None:
             """Nobody notices, before another worker is lost: then it does not leave its step."""
-            known = job.controller.machine.facts.nodes
+            known = job.controller.machine.cluster.nodes
             there = [w for node in job.live() if node.name in known for w in node.workers.values()]
             playing = (w for w in there if w.alive and w.plays and w is not worker)
             others = [w for w in playing if w.role in worker.members]
@@ -312,7 +312,7 @@ def drain(job: SimJob, rng: Random) -> None:
 
 def _ask_to_drain(job: SimJob, name: str) -> None:
     controller = job.controller
-    if not job.over and name not in controller.machine.facts.draining:
+    if not job.over and name not in controller.machine.cluster.draining:
         controller.do(lambda: controller.handle(Received(NOBODY, m.DrainNode(name))))
 
 

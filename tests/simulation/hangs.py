@@ -19,11 +19,11 @@ _STALL = 8.0, 30.0
 def hang(job: SimJob, rng: Random) -> None:
     """A worker runs for ever, or is stopped and does not go on, once the job trains."""
     found = [w for node in job.live() for w in node.workers.values() if w.alive and w.trains and not w.hung]
-    facts = job.controller.machine.facts
+    cluster = job.controller.machine.cluster
     if job.over:
         return
     # Where all loop nobody waits for anybody, and a long evaluation looks the same.
-    if not facts.trained or len(found) < 2:
+    if not cluster.trained or len(found) < 2:
         job.world.at(0.5, lambda: hang(job, rng))
         return
     worker = rng.choice(found)
@@ -37,12 +37,12 @@ def hang(job: SimJob, rng: Random) -> None:
 
 def hang_at_start(job: SimJob, rng: Random) -> None:
     """The same of one that recovers, before its first step."""
-    facts = job.controller.machine.facts
+    cluster = job.controller.machine.cluster
     if job.over:
         return
     workers = [w for node in job.live() for w in node.workers.values()]
     found = [w for w in workers if w.alive and w.plays and not w.trains and not w.hung and not w.stopped]
-    if not facts.trained or not found:
+    if not cluster.trained or not found:
         job.world.at(0.1, lambda: hang_at_start(job, rng))
         return
     worker = rng.choice(found)
@@ -56,7 +56,7 @@ def wait_for_data(job: SimJob, rng: Random) -> None:
     found = [w for node in job.live() for w in node.workers.values() if w.alive and w.trains and not w.hung]
     if job.over:
         return
-    if not job.controller.machine.facts.trained or not found:
+    if not job.controller.machine.cluster.trained or not found:
         job.world.at(0.5, lambda: wait_for_data(job, rng))
         return
     worker, seconds = rng.choice(found), rng.uniform(*_STALL)

@@ -413,7 +413,7 @@ class SimJob:
         if said and not self.storage.complete():
             self.training.least = 0  # what a former job has left is damaged, and it is said
         if event.event in ("state_restored", "resumed", "communicators_ready"):
-            plan = controller.machine.facts.current_plan
+            plan = controller.machine.cluster.current_plan
             of = set(plan.roles) - set(plan.newcomers if event.event == "communicators_ready" else ())
             if missing := [r for r in sorted(of) if (event.event, event.epoch, r) not in self.achieved]:
                 raise Invariant.EVENTS.broken(
@@ -438,12 +438,12 @@ class SimJob:
         if event.event == "hang" and event.more["explained"]:
             self._check_blame(controller, event)
         if event.event == "controller_restarted":  # what its predecessor decided last nobody may have heard
-            self._places = dict(controller.machine.facts.places)
-            self.training.takes_over(controller.machine.facts.current_plan.epoch)
+            self._places = dict(controller.machine.cluster.places)
+            self.training.takes_over(controller.machine.cluster.current_plan.epoch)
         if event.event == "decided":
             self._decided(controller, event)
             self.errors.decided(controller, moved(event), self._places)
-            self._places = dict(controller.machine.facts.places)
+            self._places = dict(controller.machine.cluster.places)
         elif event.event in ("stopped", "finished"):
             self.outcome.reason = event.reason
         if event.epoch > self._epoch:
@@ -461,13 +461,13 @@ class SimJob:
 
     def _drains(self, controller: SimController, event: ev.Record) -> None:
         """Nodes are taken out: no role moves to one of them, and nothing is done again for it."""
-        facts = controller.machine.facts
+        cluster = controller.machine.cluster
         leads = self.arbiter is None or controller.term == self.arbiter.term  # else the next goes on with it
         if event.event == "draining":
             self.drained.add(event.more["node"])
         elif event.event in ("drained", "not_drained") and leads:
             self.drained.discard(event.more["node"])
-        if event.event == "drained" and (roles := facts.roles_by_node.get(event.more["node"])):
+        if event.event == "drained" and (roles := cluster.roles_by_node.get(event.more["node"])):
             raise Invariant.DRAINS.broken(f"{event.more['node']} is let go, and plays roles {roles}")
         if event.event == "moving":
             self._moving = event.epoch
@@ -478,7 +478,7 @@ class SimJob:
         elif event.event == "detected" or event.epoch > self._moving:
             self._moving = 0
         if event.event == "decided":
-            new = {role: name for role, name in facts.places.items() if self._places.get(role) != name}
+            new = {role: name for role, name in cluster.places.items() if self._places.get(role) != name}
             known = self._known_as_drained(controller)
             if taken := {role: name for role, name in new.items() if name in known}:
                 raise Invariant.DRAINS.broken(f"roles move to nodes that are drained: {taken}")
@@ -499,9 +499,9 @@ class SimJob:
             )
         if "its link" in reason:
             epoch, machine = self._linked  # it may have come back as a spare, with the link broken yet
-            if epoch == controller.machine.facts.epoch and machine != node.machine_name:
+            if epoch == controller.machine.cluster.epoch and machine != node.machine_name:
                 raise Invariant.LINKS.broken(f"a second node is taken for lost for one broken link: {reason}")
-            self._linked = controller.machine.facts.epoch, node.machine_name
+            self._linked = controller.machine.cluster.epoch, node.machine_name
             self.memory_lost(node)
         if "no heartbeat" in reason and not self.shape.brief:
             if not self._in_trouble(node, controller):
@@ -521,7 +521,7 @@ class SimJob:
 
     def _spared(self, name: str, controller: SimController) -> None:
         """A node is about to be replaced for a broken link: what it holds, others must hold as well."""
-        seen = [node for node in self.live() if node.name in controller.machine.facts.nodes]
+        seen = [node for node in self.live() if node.name in controller.machine.cluster.nodes]
         promised = self.training.newest - 1
         if self._held(seen) >= promised > self._held([node for node in seen if node.name != name]):
             raise Invariant.LINKS.broken(
@@ -543,7 +543,7 @@ class SimJob:
 
     def _look(self, controller: SimController) -> None:
         """Which nodes that live the controller does not see, since it began at the latest."""
-        seen = controller.machine.facts.nodes
+        seen = controller.machine.cluster.nodes
         self._out = {
             node.name: self._out.get(node.name, controller.began)
             for node in self.live()
@@ -577,8 +577,8 @@ class SimJob:
 
     def _spoken_for(self, node: SimNode, controller: SimController) -> bool:
         """Whether somebody is sure to say that it can be reached."""
-        facts, since = controller.machine.facts, self.world.now - _ANSWER
-        heard = facts.nodes.keys() - facts.disconnected  # who has hung up speaks for nobody any more
+        cluster, since = controller.machine.cluster, self.world.now - _ANSWER
+        heard = cluster.nodes.keys() - cluster.disconnected  # who has hung up speaks for nobody any more
         return any(
             self.network.joined(node.machine_name, other.machine_name, since) and not self._in_trouble(other)
             for other in self.live()
@@ -589,7 +589,7 @@ class SimJob:
 
     def _check_blame(self, controller: SimController, event: ev.Record) -> None:
         """Nobody is replaced who is well."""
-        plan = controller.machine.facts.current_plan
+        plan = controller.machine.cluster.current_plan
         for role in event.roles:
             node = self.named(plan.roles[role])
             there = list(node.workers.values()) if node else []
@@ -604,7 +604,7 @@ class SimJob:
         version, training, lost = event.more["version"], self.training, self._lost()
         content: Content | None = None
         if event.more["origin"] == "durable":
-            plan = controller.machine.facts.current_plan
+            plan = controller.machine.cluster.current_plan
             if plan.durable not in self.storage.complete():
                 raise Invariant.DURABLE.broken(
                     f"epoch {event.epoch} goes on from {plan.durable}, which is not complete",
@@ -629,7 +629,7 @@ class SimJob:
                 self._ailed |= {node.name} if self.arbiter is not None and self._in_trouble(node) else set()
                 self.memory_lost(node)
         # Or else where checkpoints are has yet to be said to this controller.
-        settled = bool(controller.machine.facts.settings.durable_dir) and (
+        settled = bool(controller.machine.cluster.settings.durable_dir) and (
             training.newest > 0 or not self.shape.brings
         )
         if self._promised in self.storage.complete() and settled and not (restarts and self.diverges):
@@ -709,7 +709,7 @@ class SimJob:
     def check(self, controller: SimController) -> None:
         """After every event of the controller."""
         if self._out and controller.term >= self.decided:
-            seen = controller.machine.facts.nodes
+            seen = controller.machine.cluster.nodes
             self._out = {name: since for name, since in self._out.items() if name not in seen}
         if not self._exposed:
             return
@@ -762,11 +762,11 @@ class SimJob:
                 )
         if self.over or self.shape.brief:
             return self.outcome
-        known = self.controller.machine.facts.nodes
+        known = self.controller.machine.cluster.nodes
         out = [node.name for node in self.live() if node.name not in known and not node.leaving]
         if out and self.controller.alive:
             world.run(world.now + 2 * _CALM, lambda: self.over)
-            known = self.controller.machine.facts.nodes
+            known = self.controller.machine.cluster.nodes
             out = [node.name for node in self.live() if node.name not in known and not node.leaving]
             if out:
                 raise Invariant.RETURN.broken(f"{out} are well, and stay out")
@@ -792,7 +792,7 @@ class SimJob:
     def _known_as_drained(self, controller: SimController) -> set[str]:
         """What was said by a leader that nobody obeyed any more, or that died over it, nobody may know."""
         told = {node.name for node in self.live() if node.machine.draining}
-        return self.drained & {*told, *controller.machine.facts.draining}
+        return self.drained & {*told, *controller.machine.cluster.draining}
 
     def _drains_end(self) -> None:
         """Nodes that are to be taken out are, or it is said that they stay; perhaps once another comes."""
@@ -806,7 +806,7 @@ class SimJob:
             raise Invariant.DRAINS.broken(f"{self.drained} are being drained for ever; {self._where()}")
 
     def _everybody_trains(self) -> bool:
-        return len(self.controller.machine.facts.places) == self.training.roles
+        return len(self.controller.machine.cluster.places) == self.training.roles
 
     def _heal(self) -> None:
         self.world.trace("all is well from here on")

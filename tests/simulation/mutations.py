@@ -106,8 +106,8 @@ def both_ends_of_a_link_are_replaced() -> None:
         mend(self)
         for effect in self.effects[count:]:
             if isinstance(effect, Record) and effect.event == "link":
-                for name in set(effect.more["nodes"]) & set(self.facts.nodes):
-                    self.node_lost(self.facts.nodes[name], "its link is broken", m.Fault.TRANSPORT)
+                for name in set(effect.more["nodes"]) & set(self.cluster.nodes):
+                    self.node_lost(self.cluster.nodes[name], "its link is broken", m.Fault.TRANSPORT)
 
     RecoveryCoordinator._replace_broken_link_end = mutated  # type: ignore[method-assign]
 
@@ -119,7 +119,7 @@ def any_step_is_progress() -> None:
     def mutated(self: RecoveryCoordinator, message: Any) -> None:
         progressed(self, message)
         if isinstance(message, m.Stepped):
-            self.facts.attempts_without_progress = 0
+            self.cluster.attempts_without_progress = 0
 
     RecoveryCoordinator.on_progress = mutated  # type: ignore[method-assign]
 
@@ -300,9 +300,9 @@ def an_older_epochs_report_counts() -> None:
     decide = RecoveryCoordinator.decide_if_ready
 
     def mutated(self: RecoveryCoordinator) -> None:
-        for each in self.facts.nodes.values():
+        for each in self.cluster.nodes.values():
             if each.holdings.reported:
-                each.holdings.reported = self.facts.epoch
+                each.holdings.reported = self.cluster.epoch
         decide(self)
 
     RecoveryCoordinator.decide_if_ready = mutated  # type: ignore[method-assign]
@@ -325,7 +325,7 @@ def a_part_stays_over() -> None:
     start = RecoveryCoordinator._start_epoch
 
     def mutated(self: RecoveryCoordinator, decided: Any, done: Any) -> None:
-        self.facts.parts = [-1] * len(self.facts.parts)
+        self.cluster.parts = [-1] * len(self.cluster.parts)
         start(self, decided, done)
 
     RecoveryCoordinator._start_epoch = mutated  # type: ignore[method-assign]
@@ -341,7 +341,7 @@ def an_older_epochs_progress_counts() -> None:
     progressed = RecoveryCoordinator.on_progress
 
     def mutated(self: RecoveryCoordinator, message: Any) -> None:
-        progressed(self, replace(message, epoch=self.facts.epoch))
+        progressed(self, replace(message, epoch=self.cluster.epoch))
 
     RecoveryCoordinator.on_progress = mutated  # type: ignore[method-assign]
 
@@ -385,9 +385,9 @@ def a_drained_node_is_used_again() -> None:
     decide = RecoveryCoordinator._decide
 
     def mutated(self: RecoveryCoordinator, *about: Any) -> Any:
-        going, self.facts.draining = self.facts.draining, []
+        going, self.cluster.draining = self.cluster.draining, []
         outcome = decide(self, *about)
-        self.facts.draining = going
+        self.cluster.draining = going
         return outcome
 
     RecoveryCoordinator._decide = mutated  # type: ignore[method-assign]
@@ -395,12 +395,12 @@ def a_drained_node_is_used_again() -> None:
 
 def roles_move_at_any_time() -> None:
     """Not between two steps, but once their newcomers are ready."""
-    Prestart.due = lambda self, facts, now: sorted(self.places())  # type: ignore[method-assign]
+    Prestart.due = lambda self, cluster, now: sorted(self.places())  # type: ignore[method-assign]
 
 
 def who_is_drained_is_forgotten_by_a_new_controller() -> None:
     """Nobody tells it."""
-    Draining.greeted = lambda self, facts, node, known: []  # type: ignore[method-assign]
+    Draining.greeted = lambda self, cluster, node, known: []  # type: ignore[method-assign]
 
 
 def a_leader_does_not_mind_its_lease() -> None:
@@ -454,8 +454,8 @@ def steps_that_nobody_told_of_stay_unknown() -> None:
     """Those who were to tell of their samples are lost, and the plan says that the ledger has them."""
     original = plans.make
 
-    def mutated(facts: ClusterState, start: decision.Start, name: str, job: str) -> m.Plan:
-        return replace(original(facts, start, name, job), ledger_through=start.version or 0)
+    def mutated(cluster: ClusterState, start: decision.Start, name: str, job: str) -> m.Plan:
+        return replace(original(cluster, start, name, job), ledger_through=start.version or 0)
 
     plans.make = mutated
 

@@ -152,7 +152,7 @@ def the_next_epoch_ends_at_once() -> None:
     lose(job, "node1")
     job["node0"].epoch = 9
     job["node0"].beat()
-    assert job.phase == "quiescing" and job.controller.facts.epoch > 9
+    assert job.phase == "quiescing" and job.controller.cluster.epoch > 9
 
 
 def nobody_knows_of_the_plan_any_more() -> None:

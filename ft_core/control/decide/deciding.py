@@ -90,7 +90,7 @@ Outcome = StandbyComes | AskStorage | Shortage | Start | StartOver | GiveUp
 
 
 def decide(
-    facts: ClusterState,
+    cluster: ClusterState,
     starting: Places,
     durable: Durable,
     standby_overdue: bool,
@@ -101,25 +101,27 @@ def decide(
     """`starting`: places of newcomers that are ready, of replica groups that come back or of roles that move.
     `avoided`: nodes that are used only where there is no other. `clears`: there will be more idle workers.
     `escalation`: why roles begin anew, if they do."""
-    withdrawn = facts.groups.withdrawn
-    places = facts.places
+    withdrawn = cluster.groups.withdrawn
+    places = cluster.places
     if withdrawn:
         places = {role: node for role, node in places.items() if role not in withdrawn}
     moved = {role: node for role, node in starting.items() if role in places}
-    lost = [role for role in facts.lost() if role in places and role not in moved]
-    idle = {name: node.idle for name, node in facts.nodes.items()}
-    near = copies(_takers(facts, places, lost), facts.catalogue, lost)
+    lost = [role for role in cluster.lost() if role in places and role not in moved]
+    idle = {name: node.idle for name, node in cluster.nodes.items()}
+    near = copies(_takers(cluster, places, lost), cluster.catalogue, lost)
     placed = {**places, **moved} if moved else places
-    assign = partial(decision.assign, placed, lost=lost, capacity=facts.settings.nproc_per_node, copies=near)
-    others = {name: count for name, count in idle.items() if name not in facts.draining}
+    assign = partial(
+        decision.assign, placed, lost=lost, capacity=cluster.settings.nproc_per_node, copies=near
+    )
+    others = {name: count for name, count in idle.items() if name not in cluster.draining}
     assignment = assign(idle=others, avoided=avoided)
-    if assignment.unplaced and facts.draining:  # none of those is given a role, but for its own
+    if assignment.unplaced and cluster.draining:  # none of those is given a role, but for its own
         own = Counter(places[role] for role in lost)
-        idle = others | {name: min(idle[name], own[name]) for name in facts.draining}
-        avoided = set(avoided) - set(facts.draining)
+        idle = others | {name: min(idle[name], own[name]) for name in cluster.draining}
+        avoided = set(avoided) - set(cluster.draining)
         assignment = assign(idle=idle, avoided=avoided)
-    elif facts.draining:
-        avoided = {*avoided, *facts.draining}
+    elif cluster.draining:
+        avoided = {*avoided, *cluster.draining}
     roles = assignment.roles
     stay = (role for role in lost if places[role] not in avoided or role in assignment.unplaced)
     crashed = Counter(places[role] for role in stay if places[role] in idle)
@@ -128,38 +130,38 @@ def decide(
     if assignment.unplaced and clears and not standby_overdue:
         return StandbyComes()
     if assignment.unplaced:
-        left = _without(facts, roles, assignment.unplaced)
+        left = _without(cluster, roles, assignment.unplaced)
         if isinstance(left, Shortage):
             return left
         roles = left
-    elif facts.settings.policy == "shrink":
+    elif cluster.settings.policy == "shrink":
         roles = {**roles, **starting}
 
     def from_the_scripts_checkpoint(reason: str, *, there_is_one: bool) -> StartOver | GiveUp:
-        if there_is_one and not facts.groups.adopted(roles):
+        if there_is_one and not cluster.groups.adopted(roles):
             return StartOver(reason, roles, lost)
         return GiveUp(reason, unrecoverable=True)
 
     try:
         if escalation is not None and escalation.rung is Rung.RESTART:
-            stored = _from_storage(facts, frozenset(roles.values()), durable, escalation)
+            stored = _from_storage(cluster, frozenset(roles.values()), durable, escalation)
             if stored is None:
                 return from_the_scripts_checkpoint("To go on in place did not help.", there_is_one=True)
             chosen = stored
         else:
-            chosen = _choose(facts, roles, places, durable)
+            chosen = _choose(cluster, roles, places, durable)
     except Unrecoverable as error:
-        return from_the_scripts_checkpoint(str(error), there_is_one=facts.script_resumes)
+        return from_the_scripts_checkpoint(str(error), there_is_one=cluster.script_resumes)
     if isinstance(chosen, AskStorage):
         return chosen
-    if chosen.version is not None and chosen.version < facts.script_start_version:
+    if chosen.version is not None and chosen.version < cluster.script_start_version:
         reason = (
             "The script, started again, begins with its own checkpoint of step "
-            f"{facts.script_start_version}, and the newest state that every role could go on from is of "
+            f"{cluster.script_start_version}, and the newest state that every role could go on from is of "
             f"step {chosen.version}."
         )
         return from_the_scripts_checkpoint(reason, there_is_one=True)
-    if chosen.origin == "initial" and (bare := _never_copied(facts, roles, chosen.sources)):
+    if chosen.origin == "initial" and (bare := _never_copied(cluster, roles, chosen.sources)):
         if bare <= set(assignment.unplaced):
             return Shortage(sorted(bare), "what they have alone has not been copied yet")
         return GiveUp(f"what roles {sorted(bare)} had alone is lost; start the job again")
@@ -170,37 +172,37 @@ def decide(
     return Start(roles, chosen.version, chosen.origin, chosen.sources, newcomers, name)
 
 
-def _takers(facts: ClusterState, places: Places, lost: Collection[int]) -> Iterator[Node]:
+def _takers(cluster: ClusterState, places: Places, lost: Collection[int]) -> Iterator[Node]:
     """The nodes that have room for roles."""
     capacity, hosts, homes = (
-        facts.settings.nproc_per_node,
-        facts.roles_by_node,
+        cluster.settings.nproc_per_node,
+        cluster.roles_by_node,
         {places[role] for role in lost},
     )
-    for name, node in facts.nodes.items():
-        if name in homes or len(hosts.get(name, ())) < capacity or facts.groups.withdrawn:
+    for name, node in cluster.nodes.items():
+        if name in homes or len(hosts.get(name, ())) < capacity or cluster.groups.withdrawn:
             yield node
 
 
-def can_be_spared(facts: ClusterState, name: str) -> bool:
+def can_be_spared(cluster: ClusterState, name: str) -> bool:
     """Whether the other nodes hold what the job would go on from, or nobody does: by their heartbeats."""
 
     def suffice(nodes: Iterable[Node]) -> bool:
-        reports = [_as_of_beats(node, facts) for node in nodes]
-        about = facts.places, facts.initial_version, ()
+        reports = [_as_of_beats(node, cluster) for node in nodes]
+        about = cluster.places, cluster.initial_version, ()
         try:
             choice = decision.choose_version(
-                reports, *about, reached=facts.newest_seen, catalogue=facts.catalogue
+                reports, *about, reached=cluster.newest_seen, catalogue=cluster.catalogue
             )
         except Unrecoverable:
             return False
-        return not older_than_promised(facts, choice.version)
+        return not older_than_promised(cluster, choice.version)
 
-    nodes = facts.nodes.values()
+    nodes = cluster.nodes.values()
     return suffice(node for node in nodes if node.name != name) or not suffice(nodes)
 
 
-def _as_of_beats(node: Node, facts: ClusterState) -> decision.NodeReport:
+def _as_of_beats(node: Node, cluster: ClusterState) -> decision.NodeReport:
     """What it holds now: it has reported when the epoch before ended."""
     known = node.holdings.report
     roles: dict[int, decision.RoleHoldings] = {
@@ -208,15 +210,15 @@ def _as_of_beats(node: Node, facts: ClusterState) -> decision.NodeReport:
         for role, own, versions in known.each_role()
     }
     for role, beat in node.beats.items():
-        segments = list(facts.catalogue.get(role, ()))
+        segments = list(cluster.catalogue.get(role, ()))
         roles[role] = RoleHeld(alive=True, stage="training", versions=beat.held, segments=segments)
     copies = {**dict(known.each_copy()), **node.replicas}
     return decision.NodeReport(node.name, node.hello.domain, roles, copies)
 
 
-def older_than_promised(facts: ClusterState, version: int | None) -> bool:
+def older_than_promised(cluster: ClusterState, version: int | None) -> bool:
     """Whether more than one finished step would be done again."""
-    return facts.initial_version is not None and (version or 0) < facts.newest_seen - 1
+    return cluster.initial_version is not None and (version or 0) < cluster.newest_seen - 1
 
 
 @dataclass(frozen=True)
@@ -226,20 +228,20 @@ class _Choice:
     sources: Sources
 
 
-def _choose(facts: ClusterState, roles: Places, places: Places, durable: Durable) -> _Choice | AskStorage:
+def _choose(cluster: ClusterState, roles: Places, places: Places, durable: Durable) -> _Choice | AskStorage:
     """What to go on from. Raises Unrecoverable."""
     nodes = frozenset(roles.values())
-    if facts.initial_version is None:
-        return _as_begun(facts, nodes, durable)
-    known, adopted = _segments(facts, roles, places), facts.groups.adopted(roles)
+    if cluster.initial_version is None:
+        return _as_begun(cluster, nodes, durable)
+    known, adopted = _segments(cluster, roles, places), cluster.groups.adopted(roles)
     choose = partial(
         decision.choose_version,
-        [node.holdings.report for node in facts.nodes.values()],
+        [node.holdings.report for node in cluster.nodes.values()],
         [*roles, *adopted],
-        facts.initial_version,
+        cluster.initial_version,
         placements=roles,
-        previous=facts.places,
-        reached=facts.newest_seen,
+        previous=cluster.places,
+        reached=cluster.newest_seen,
         catalogue=known,
         adopters={role: roles[by] for role, by in adopted.items()},
     )
@@ -251,10 +253,10 @@ def _choose(facts: ClusterState, roles: Places, places: Places, durable: Durable
     if (
         choice is None
         or choice.origin != "memory"
-        or older_than_promised(facts, choice.version)
-        or facts.nodes.keys().isdisjoint(facts.roles_by_node)
+        or older_than_promised(cluster, choice.version)
+        or cluster.nodes.keys().isdisjoint(cluster.roles_by_node)
     ):
-        if (found := _durable(facts, nodes, durable)) is None:
+        if (found := _durable(cluster, nodes, durable)) is None:
             return AskStorage(nodes)
         choice = choose(durable=found)
     sources = dict(choice.sources)
@@ -263,90 +265,90 @@ def _choose(facts: ClusterState, roles: Places, places: Places, durable: Durable
     return _Choice(choice.version, choice.origin, sources)
 
 
-def _as_begun(facts: ClusterState, nodes: frozenset[str], durable: Durable) -> _Choice | AskStorage:
+def _as_begun(cluster: ClusterState, nodes: frozenset[str], durable: Durable) -> _Choice | AskStorage:
     """Nobody who is left has ever reached training: start-up goes on towards what it was begun with."""
-    version, origin = facts.started_from
-    if facts.forgotten:
-        if (found := _durable(facts, nodes, durable)) is None:
+    version, origin = cluster.started_from
+    if cluster.forgotten:
+        if (found := _durable(cluster, nodes, durable)) is None:
             return AskStorage(nodes)
         if not found:
             raise Unrecoverable(ALL_IS_LOST)
         return _Choice(max(found), "durable", {})
-    if origin == "initial" and facts.nodes.keys().isdisjoint(
-        facts.roles_by_node
+    if origin == "initial" and cluster.nodes.keys().isdisjoint(
+        cluster.roles_by_node
     ):  # they may have trained, unheard
-        if (found := _durable(facts, nodes, durable)) is None:
+        if (found := _durable(cluster, nodes, durable)) is None:
             return AskStorage(nodes)
         if found:
             return _Choice(max(found), "durable", {})
     if origin == "durable":
         # Unless the newest has turned out to be damaged, the same again.
-        if (found := _durable(facts, nodes, durable)) is None:
+        if (found := _durable(cluster, nodes, durable)) is None:
             return AskStorage(nodes)
         if not found:
-            raise Unrecoverable(_all_are_damaged(facts))
+            raise Unrecoverable(_all_are_damaged(cluster))
         version = max(found)
     return _Choice(version, origin, {})
 
 
 def _from_storage(
-    facts: ClusterState, nodes: frozenset[str], durable: Durable, escalation: Escalation
+    cluster: ClusterState, nodes: frozenset[str], durable: Durable, escalation: Escalation
 ) -> _Choice | AskStorage | None:
     """The newest durable checkpoint, if one is to be used; None: what scripts begin with by themselves."""
     if escalation.skip_durable:
         return None
-    if (found := _durable(facts, nodes, durable)) is None:
+    if (found := _durable(cluster, nodes, durable)) is None:
         return AskStorage(nodes)
-    if not found and facts.begins_with_durable:
-        raise Unrecoverable(_all_are_damaged(facts))
+    if not found and cluster.begins_with_durable:
+        raise Unrecoverable(_all_are_damaged(cluster))
     return _Choice(max(found), "durable", {}) if found else None
 
 
-def _all_are_damaged(facts: ClusterState) -> str:
+def _all_are_damaged(cluster: ClusterState) -> str:
     return (
-        f"Every durable checkpoint in {facts.settings.durable_dir} is damaged (see the errors above). "
+        f"Every durable checkpoint in {cluster.settings.durable_dir} is damaged (see the errors above). "
         "Nothing has been trained since. To start without one, give another one."
     )
 
 
-def _durable(facts: ClusterState, nodes: frozenset[str], durable: Durable) -> Mapping[int, str] | None:
-    return durable(nodes) if facts.settings.durable_dir else {}
+def _durable(cluster: ClusterState, nodes: frozenset[str], durable: Durable) -> Mapping[int, str] | None:
+    return durable(nodes) if cluster.settings.durable_dir else {}
 
 
-def _segments(facts: ClusterState, roles: Places, places: Places) -> Mapping[int, Collection[str]]:
+def _segments(cluster: ClusterState, roles: Places, places: Places) -> Mapping[int, Collection[str]]:
     """What each role's state consists of; of those that are away, what they had alone."""
-    joining, away = roles.keys() - places.keys(), facts.groups.adopted(roles)
+    joining, away = roles.keys() - places.keys(), cluster.groups.adopted(roles)
     if not joining and not away:
-        return facts.catalogue
-    known: dict[int, Collection[str]] = dict(facts.catalogue)
+        return cluster.catalogue
+    known: dict[int, Collection[str]] = dict(cluster.catalogue)
     # Of a group that comes back, or takes part for the first time.
-    for role, counterpart in facts.groups.counterparts(joining, places).items():
-        if facts.groups.redundancy is Redundancy.REPLICATED:
+    for role, counterpart in cluster.groups.counterparts(joining, places).items():
+        if cluster.groups.redundancy is Redundancy.REPLICATED:
             known[role] = known[counterpart]
         else:
-            common = facts.catalogue[counterpart].items()
+            common = cluster.catalogue[counterpart].items()
             known[role] = {*known.get(role, ()), *(name for name, held in common if contains(held, role))}
     for role in away:
-        known[role] = facts.groups.held_alone(role, facts.catalogue.get(role, {}), roles)
+        known[role] = cluster.groups.held_alone(role, cluster.catalogue.get(role, {}), roles)
     return known
 
 
-def _never_copied(facts: ClusterState, roles: Places, sources: Sources) -> set[int]:
+def _never_copied(cluster: ClusterState, roles: Places, sources: Sources) -> set[int]:
     """Roles that are away, and began with the job, of whose state nobody has a copy.
 
     Those that were missing from the start have theirs made by the roles that adopt it.
     """
-    began = set(facts.settings.start.present)
-    return {role for role in facts.groups.adopted(roles) if role in began and not sources.get(role)}
+    began = set(cluster.settings.start.present)
+    return {role for role in cluster.groups.adopted(roles) if role in began and not sources.get(role)}
 
 
-def _without(facts: ClusterState, placed: Places, unplaced: Sequence[int]) -> Places | Shortage:
+def _without(cluster: ClusterState, placed: Places, unplaced: Sequence[int]) -> Places | Shortage:
     """Policy `shrink`: the roles that go on without the groups of those that have no place."""
     lacking = list(unplaced)
-    if facts.settings.policy != "shrink":
+    if cluster.settings.policy != "shrink":
         return Shortage(lacking)
-    left, reason = facts.groups.without(placed, unplaced)
+    left, reason = cluster.groups.without(placed, unplaced)
     if left:
         return left
-    combine = {role: placed[role] for role in facts.groups.to_combine(placed, unplaced)}
+    combine = {role: placed[role] for role in cluster.groups.to_combine(placed, unplaced)}
     return Shortage(lacking, reason, combine)

@@ -12,27 +12,27 @@ GRACE = 120.0
 pulled and imports are done at each machine's own pace."""
 
 
-def ranked(facts: ClusterState) -> dict[int, Node]:
+def ranked(cluster: ClusterState) -> dict[int, Node]:
     """The nodes that the job is to begin with, of those that are there, by their ranks."""
-    wanted, nodes = range(facts.settings.first_nodes), facts.nodes.values()
+    wanted, nodes = range(cluster.settings.first_nodes), cluster.nodes.values()
     found = {node.hello.node_rank: node for node in nodes if node.hello.node_rank in wanted}
     anywhere = [node for node in nodes if node.hello.node_rank == ANY_RANK]
     return found | dict(zip([rank for rank in wanted if rank not in found], anywhere, strict=False))
 
 
-def first_places(facts: ClusterState, quiet: float) -> tuple[Places | None, list[int]]:
+def first_places(cluster: ClusterState, quiet: float) -> tuple[Places | None, list[int]]:
     """The places to begin with, once there are workers for all; and the ranks of nodes that are waited for
     in vain. `quiet`: seconds without a new node."""
-    settings = facts.settings
+    settings = cluster.settings
     wanted, n = settings.first_nodes, settings.nproc_per_node
-    by_rank = ranked(facts)
+    by_rank = ranked(cluster)
     missing = [rank for rank in range(wanted) if rank not in by_rank]
     in_vain: list[int] = []
     if missing and quiet > GRACE:
         begin = {node.name for node in by_rank.values()}
         spares = [
             node
-            for node in facts.nodes.values()
+            for node in cluster.nodes.values()
             if node.hello.node_rank not in range(wanted) and node.name not in begin
         ]
         by_rank |= dict(zip(missing, spares, strict=False))

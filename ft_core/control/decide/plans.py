@@ -26,50 +26,50 @@ from ft_core.protocol.messages import (
 from ft_core.protocol.table import placed
 
 
-def make(facts: ClusterState, start: Start, name: str, job: str) -> Plan:
+def make(cluster: ClusterState, start: Start, name: str, job: str) -> Plan:
     """The next epoch's. `name`: the plan's id."""
     ordered = sorted(start.roles)
-    lead = facts.nodes[start.roles[ordered[0]]].holdings
+    lead = cluster.nodes[start.roles[ordered[0]]].holdings
     version = start.version or 0
     return Plan(
         id=name,
-        epoch=facts.epoch,
+        epoch=cluster.epoch,
         job=job,
         roles=start.roles if ordered == list(start.roles) else {r: start.roles[r] for r in ordered},
-        nodes={name: node.address for name, node in facts.nodes.items()},
+        nodes={name: node.address for name, node in cluster.nodes.items()},
         store=lead.store,
         master=lead.master,
         version=start.version,
         origin=start.origin,
         durable=start.durable,
         sources={role: held for role, held in start.sources.items() if held},
-        completed=dict(facts.records.done()),
-        parts=facts.parts,
-        script_resumes=facts.script_resumes,
-        restart_epoch=facts.restart_epoch,
-        counterparts=compact.counterparts(facts.groups.absent(start.roles)),
-        adopting=facts.groups.adopting,
+        completed=dict(cluster.records.done()),
+        parts=cluster.parts,
+        script_resumes=cluster.script_resumes,
+        restart_epoch=cluster.restart_epoch,
+        counterparts=compact.counterparts(cluster.groups.absent(start.roles)),
+        adopting=cluster.groups.adopting,
         newcomers=sorted(start.lost),
-        groups=facts.groups.value(),
-        catalogue=facts.compact_catalogue(),
-        initial_version=facts.initial_version,
-        newest_seen=facts.newest_seen,
-        attempts_without_progress=facts.attempts_without_progress,
-        progress_mark=facts.progress_mark,
-        escalation_level=facts.escalation_level,
-        furthest_step=facts.furthest_step,
+        groups=cluster.groups.value(),
+        catalogue=cluster.compact_catalogue(),
+        initial_version=cluster.initial_version,
+        newest_seen=cluster.newest_seen,
+        attempts_without_progress=cluster.attempts_without_progress,
+        progress_mark=cluster.progress_mark,
+        escalation_level=cluster.escalation_level,
+        furthest_step=cluster.furthest_step,
         # A job does not tell what was trained before a durable checkpoint: that may be another job's.
-        ledger_through=min(facts.ledger_through, version) if start.origin == "memory" else version,
-        started_from=facts.started_from,
+        ledger_through=min(cluster.ledger_through, version) if start.origin == "memory" else version,
+        started_from=cluster.started_from,
     )
 
 
-def own_plans(facts: ClusterState, plan: Plan) -> dict[NodeName, OwnPlan]:
+def own_plans(cluster: ClusterState, plan: Plan) -> dict[NodeName, OwnPlan]:
     """What single nodes must know."""
-    known, without = facts.records.roles, set(plan.newcomers) - facts.records.roles
+    known, without = cluster.records.roles, set(plan.newcomers) - cluster.records.roles
     if len(known) + len(without) < len(plan.roles) + len(plan.absent):
         without = set(filterfalse(known.__contains__, chain(plan.roles, plan.absent)))
-    needed = facts.records.needed(plan.roles, without)
+    needed = cluster.records.needed(plan.roles, without)
     hosts = ChainMap(plan.roles, {r: plan.roles[by] for r, by in plan.adopted.items()})
     sources: dict[NodeName, dict[int, dict[str, list[str]]]] = {}
     for role, held in plan.sources.items():
@@ -78,7 +78,7 @@ def own_plans(facts: ClusterState, plan: Plan) -> dict[NodeName, OwnPlan]:
     away: dict[NodeName, dict[int, list[str]]] = {}
     for role, other in sorted(plan.absent.items()):
         if other in hosts:
-            away.setdefault(hosts[other], {})[role] = list(facts.catalogue.get(role, ()))
+            away.setdefault(hosts[other], {})[role] = list(cluster.catalogue.get(role, ()))
     return {
         name: OwnPlan(plan.id, sources.get(name, {}), away.get(name, {}), needed.get(name, {}))
         for name in dict.fromkeys(chain(sources, away, needed))
@@ -108,10 +108,10 @@ def prepare(state: Plan, roles: Places, records: Records) -> dict[str, Prepare]:
     }
 
 
-def nodes_changed(facts: ClusterState) -> tuple[Plan, NodesChanged] | None:
+def nodes_changed(cluster: ClusterState) -> tuple[Plan, NodesChanged] | None:
     """Whether nodes without a role have come or gone since the plan: it as it is now, and what to tell."""
-    state, hosts = facts.current_plan, facts.roles_by_node
-    here = {node.name: node.address for node in facts.nodes.values() if node.name != facts.departing}
+    state, hosts = cluster.current_plan, cluster.roles_by_node
+    here = {node.name: node.address for node in cluster.nodes.values() if node.name != cluster.departing}
     changes: dict[str, NodeAddress | None] = {
         name: about for name, about in here.items() if state.nodes.get(name) != about
     }

@@ -152,15 +152,17 @@ class ClusterHoldings:
         return len(domains) > self.replicas
 
 
-def held(facts: ClusterState, last: Last) -> ClusterHoldings:
+def held(cluster: ClusterState, last: Last) -> ClusterHoldings:
     """What is held now."""
-    plan = facts.current_plan
-    version = (facts.initial_version or 0) if plan.version is None else plan.version
+    plan = cluster.current_plan
+    version = (cluster.initial_version or 0) if plan.version is None else plan.version
     return ClusterHoldings(
-        facts.settings.replicas, version, present(facts), plan.roles, facts.catalogue_now(), last
+        cluster.settings.replicas, version, present(cluster), plan.roles, cluster.catalogue_now(), last
     )
 
 
-def present(facts: ClusterState) -> list[Present]:
+def present(cluster: ClusterState) -> list[Present]:
     """The live nodes."""
-    return [Present(node.name, node.hello.domain, node.beats, node.replicas) for node in facts.nodes.values()]
+    return [
+        Present(node.name, node.hello.domain, node.beats, node.replicas) for node in cluster.nodes.values()
+    ]

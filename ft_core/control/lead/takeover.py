@@ -18,58 +18,58 @@ REPEAT = 1.0
 """Seconds after which another is asked for the plan."""
 
 
-def newest(facts: ClusterState) -> int:
+def newest(cluster: ClusterState) -> int:
     """The epoch of the newest plan that a node has begun."""
-    return max((epoch_of(node.greeted_with) for node in facts.nodes.values()), default=0)
+    return max((epoch_of(node.greeted_with) for node in cluster.nodes.values()), default=0)
 
 
-def ask(facts: ClusterState, phase: Rebuilding, now: float) -> list[Effect]:
+def ask(cluster: ClusterState, phase: Rebuilding, now: float) -> list[Effect]:
     """Ask one of those who have begun the newest plan what it is."""
     if now - phase.asked_at < REPEAT:
         return []
-    there = [node for node in facts.nodes.values() if epoch_of(node.greeted_with) == phase.newest]
+    there = [node for node in cluster.nodes.values() if epoch_of(node.greeted_with) == phase.newest]
     asked = there[phase.asked % len(there)]
     phase.asked_at, phase.asked = now, phase.asked + 1
     return [Send(asked.peer, SendState())]
 
 
-def found(facts: ClusterState, progress: Progress) -> Found:
+def found(cluster: ClusterState, progress: Progress) -> Found:
     """How far the epoch under way is."""
-    plan, nodes = facts.current_plan, facts.nodes_with_roles()
-    base = (facts.initial_version or 0) if plan.version is None else plan.version
+    plan, nodes = cluster.current_plan, cluster.nodes_with_roles()
+    base = (cluster.initial_version or 0) if plan.version is None else plan.version
     versions = [v for node in nodes for held in node.holdings.roles.values() for v in held.versions]
     step = max((beat.step_s for node in nodes for beat in node.beats.values()), default=0.0)
     newest = max([base, *versions])
-    about = progress.all_restored, share(facts), step, progress.all_stepped or newest > base
+    about = progress.all_restored, share(cluster), step, progress.all_stepped or newest > base
     return Found(plan.epoch, base, newest, *about)
 
 
-def share(facts: ClusterState) -> float:
+def share(cluster: ClusterState) -> float:
     """The share of the replica groups that takes part."""
-    return len(facts.places) / facts.settings.world_size
+    return len(cluster.places) / cluster.settings.world_size
 
 
-def complete(facts: ClusterState, phase: Rebuilding, arriving: int, now: float) -> bool:
+def complete(cluster: ClusterState, phase: Rebuilding, arriving: int, now: float) -> bool:
     """Whether it has heard from everybody, spares with their copies included, or it is clear who does not
     come."""
-    missing = facts.current_plan.nodes.keys() - facts.nodes.keys()
+    missing = cluster.current_plan.nodes.keys() - cluster.nodes.keys()
     if not missing:
         return True
-    quiet, limit = now - phase.heard_at, facts.settings.silence_limit
+    quiet, limit = now - phase.heard_at, cluster.settings.silence_limit
     waits = arriving and quiet <= limit
     rest = max(QUIET, min(phase.heard_at - phase.began, limit))
-    if len({facts.current_plan.nodes[name].domain for name in missing}) > facts.settings.replicas:
+    if len({cluster.current_plan.nodes[name].domain for name in missing}) > cluster.settings.replicas:
         rest = limit  # without them something would be lost
     return now - phase.began > GRACE and quiet > rest and not waits
 
 
-def unbegun(facts: ClusterState, plan: Plan) -> bool:
+def unbegun(cluster: ClusterState, plan: Plan) -> bool:
     """Whether a node has yet to begin the plan: what its roles go on from only the former controller knew."""
-    return any(node.applied_plan != plan.id for node in facts.nodes_with_roles())
+    return any(node.applied_plan != plan.id for node in cluster.nodes_with_roles())
 
 
-def dead(facts: ClusterState, plan: Plan) -> list[int]:
+def dead(cluster: ClusterState, plan: Plan) -> list[int]:
     """Roles without a worker. Nodes that have not begun the plan are sent it, and give its newcomers some."""
-    behind = {node.name for node in facts.nodes.values() if node.applied_plan != plan.id}
+    behind = {node.name for node in cluster.nodes.values() if node.applied_plan != plan.id}
     given = {role for role in plan.newcomers if plan.roles.get(role) in behind}
-    return [role for role, node in plan.roles.items() if role not in given and not facts.alive(role, node)]
+    return [role for role, node in plan.roles.items() if role not in given and not cluster.alive(role, node)]

@@ -22,8 +22,8 @@ connection is gone is seen at once."""
 class FailureDetector:
     """One controller's."""
 
-    def __init__(self, facts: ClusterState) -> None:
-        self._facts = facts
+    def __init__(self, cluster: ClusterState) -> None:
+        self._cluster = cluster
         self.doubting: set[NodeName] = set()
         """Nodes of which a worker, or the agent, saw a connection to a peer break in this epoch."""
         self.broke = ""
@@ -54,7 +54,7 @@ class FailureDetector:
     @property
     def suspects_link(self) -> bool:
         """Whether it is being found out why connections broke, for somebody who is there."""
-        return self.links.suspected and not self.doubting.isdisjoint(self._facts.nodes)
+        return self.links.suspected and not self.doubting.isdisjoint(self._cluster.nodes)
 
     # -- what is heard -----------------------------------------------------------------------------
 
@@ -75,13 +75,13 @@ class FailureDetector:
 
     def beat(self, begun: PlanId, newest: Version, now: float) -> None:
         """A node says which plan it has, and how far the first of its roles is."""
-        if begun == self._facts.plan_id:
+        if begun == self._cluster.plan_id:
             self._steps.done(newest, now)
 
     def disconnected(self, node: Node, now: float) -> None:
         """Its connection has ended."""
         node.liveness.breaks(now, self._round + 1)
-        self._facts.disconnected.add(node.name)
+        self._cluster.disconnected.add(node.name)
 
     def probed(self, witness: Node, answer: NodesProbed) -> bool:
         """A node says which others it reaches. Returns whether one has ended, by that, whose connection
@@ -89,7 +89,7 @@ class FailureDetector:
         self.links.answered(witness.name, answer.reach)
         ended = False
         for name, reach in answer.reach.items():
-            if (node := self._facts.nodes.get(name)) is not None:
+            if (node := self._cluster.nodes.get(name)) is not None:
                 node.liveness.answered(witness.name, reach, answer.round)
                 ended |= bool(node.liveness.ended)
             elif reach == "refused":
@@ -100,11 +100,11 @@ class FailureDetector:
 
     def lost(self, running: bool, now: float) -> list[tuple[Node, str]]:
         """Nodes that are lost, and why."""
-        facts, bound = self._facts, self._facts.settings.silence_limit
+        cluster, bound = self._cluster, self._cluster.settings.silence_limit
         quiet = [node for node in self._silent(now) if not node.liveness.lively(now, bound)]
         if not quiet:
             return []
-        busy = facts.roles_by_node if running else {}
+        busy = cluster.roles_by_node if running else {}
         asked = any(node.liveness.answers and node.liveness.gone_since is None for node in quiet)
         witnesses = self._witnesses(now) if asked else set()
         found = []
@@ -117,15 +117,15 @@ class FailureDetector:
 
     def _silent(self, now: float) -> list[Node]:
         """Those of which some may be silent now, or gone."""
-        nodes, bound = self._facts.nodes, self._facts.settings.silence_limit
+        nodes, bound = self._cluster.nodes, self._cluster.settings.silence_limit
         if now - self._quiet[0] >= LOOK * bound:
             self._quiet = now, [name for name, node in nodes.items() if not node.liveness.lively(now, bound)]
-        names = dict.fromkeys([*self._quiet[1], *sorted(self._facts.disconnected)])
+        names = dict.fromkeys([*self._quiet[1], *sorted(self._cluster.disconnected)])
         return [node for name in names if (node := nodes.get(name)) is not None]
 
     def questions(self, now: float) -> list[Effect]:
         """To other nodes, about those that are silent, or gone."""
-        bound = self._facts.settings.silence_limit
+        bound = self._cluster.settings.silence_limit
         asked: dict[NodeName, dict[NodeName, str]] = {}
         for node in self._silent(now):
             if node.liveness.doubtful(now, bound):
@@ -136,7 +136,7 @@ class FailureDetector:
 
     def _witnesses_of(self, name: NodeName, now: float) -> list[NodeName]:
         """Who is asked about a node. Many may be gone at once: all are not put in order for each of them."""
-        nodes, bound = self._facts.nodes, self._facts.settings.silence_limit
+        nodes, bound = self._cluster.nodes, self._cluster.settings.silence_limit
         if now - self._names[0] >= ASK_AGAIN:
             self._names = now, sorted(nodes)
 
@@ -149,20 +149,20 @@ class FailureDetector:
         """By witness, the addresses of those that it is to reach."""
         if asked:
             self._round += 1
-        nodes = self._facts.nodes
+        nodes = self._cluster.nodes
         return [Send(nodes[name].peer, ProbeNodes(self._round, about)) for name, about in asked.items()]
 
     def _witnesses(self, now: float) -> set[NodeName]:
         """Those that are heard themselves."""
-        bound = self._facts.settings.silence_limit
-        return {name for name, node in self._facts.nodes.items() if node.liveness.lively(now, bound)}
+        bound = self._cluster.settings.silence_limit
+        return {name for name, node in self._cluster.nodes.items() if node.liveness.lively(now, bound)}
 
     def question_links(self, now: float) -> list[Effect]:
         """To the nodes of the plan, about each other, where connections broke and no step finishes."""
         if not self.suspects_link:
             return []
-        nodes = self._facts.nodes
-        concerned = set(self._facts.current_plan.nodes) & set(nodes)
+        nodes = self._cluster.nodes
+        concerned = set(self._cluster.current_plan.nodes) & set(nodes)
         sound = concerned <= self._witnesses(now)
         asked = self.links.tick(concerned, self.doubting, sound, self._steps.newest, now)
         return self._ask(
@@ -173,12 +173,12 @@ class FailureDetector:
 
     def miss(self, names: Collection[NodeName], now: float) -> None:
         """They are lost, for all that is known; of the plan's nodes the memory may be there still."""
-        if (plan := self._facts.plan) is not None:
+        if (plan := self._cluster.plan) is not None:
             self._missed |= {name: now for name in names if name in plan.nodes}
 
     def missed(self, now: float) -> list[NodeName]:
         """Nodes that may be seen again: for as long as a silent one would be waited for."""
-        limit = self._facts.settings.silence_limit
+        limit = self._cluster.settings.silence_limit
         return sorted(name for name, since in self._missed.items() if now - since < limit)
 
     def look_for(self, names: Collection[NodeName], now: float) -> list[Effect]:
@@ -186,7 +186,7 @@ class FailureDetector:
         if now - self._asked < ASK:
             return []
         self._asked = now
-        known = self._facts.current_plan.nodes
+        known = self._cluster.current_plan.nodes
         asked: dict[NodeName, dict[NodeName, str]] = {}
         for name in sorted(set(names) & set(known)):  # a spare is forgotten with its address
             for witness in self._witnesses_of(name, now):

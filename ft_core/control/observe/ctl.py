@@ -74,15 +74,15 @@ class Questions:
     _listed: dict[Peer, Iterator[Message]] = field(default_factory=dict)
     """What is left of the list that somebody reads."""
 
-    def list_rows(self, facts: ClusterState, peer: Peer, asked: AskRows, now: float) -> list[Effect]:
+    def list_rows(self, cluster: ClusterState, peer: Peer, asked: AskRows, now: float) -> list[Effect]:
         """Its first piece."""
         match asked.what:
             case "roles":
-                self._listed[peer] = _in_pieces(RolesStatus, roles(facts))
+                self._listed[peer] = _in_pieces(RolesStatus, roles(cluster))
             case "spares":
-                self._listed[peer] = _in_pieces(SparesStatus, spares(facts))
+                self._listed[peer] = _in_pieces(SparesStatus, spares(cluster))
             case _:
-                self._listed[peer] = nodes(facts, now, struck=asked.what == "struck")
+                self._listed[peer] = nodes(cluster, now, struck=asked.what == "struck")
         return self.more(peer)
 
     def more(self, peer: Peer) -> list[Effect]:
@@ -93,18 +93,18 @@ class Questions:
         return [Send(peer, piece)]
 
     def ask(
-        self, facts: ClusterState, peer: Peer, asked: DescribeRole | DescribeFlight, now: float
+        self, cluster: ClusterState, peer: Peer, asked: DescribeRole | DescribeFlight, now: float
     ) -> list[Effect]:
         """Ask the agent of the role."""
-        node = facts.nodes.get(facts.places.get(asked.role, ""))
+        node = cluster.nodes.get(cluster.places.get(asked.role, ""))
         if node is None:
             return [Send(peer, Denied(error=f"role {asked.role} has no live node"))]
         self.open.append(Question(peer, asked, node.name, now + ANSWER))
         return [Send(node.peer, asked)]
 
-    def described(self, facts: ClusterState, state: RoleState) -> list[Effect]:
+    def described(self, cluster: ClusterState, state: RoleState) -> list[Effect]:
         """An agent has said what a role's state consists of."""
-        answer = RoleDescribed(state=state, replicas=facts.settings.replicas)
+        answer = RoleDescribed(state=state, replicas=cluster.settings.replicas)
         return self._answered(DescribeRole(role=state.role), answer)
 
     def flight(self, record: RoleFlight) -> list[Effect]:
@@ -131,43 +131,43 @@ class Questions:
         self._listed.pop(peer, None)
 
 
-def inject(facts: ClusterState, peer: Peer, asked: Inject) -> list[Effect]:
+def inject(cluster: ClusterState, peer: Peer, asked: Inject) -> list[Effect]:
     """Kill a role's worker, or a whole node."""
     role = asked.role
-    node = facts.nodes.get(facts.places.get(role, "") if role is not None else asked.node or "")
+    node = cluster.nodes.get(cluster.places.get(role, "") if role is not None else asked.node or "")
     if node is None:
         victim = role if role is not None else asked.node
         return [Send(peer, Denied(error=f"no such role or node: {victim}"))]
     what = f"node {node.name}" if role is None else f"role {role}"
     return [
-        Record("injected", facts.epoch, f"ftctl kill {what}"),
+        Record("injected", cluster.epoch, f"ftctl kill {what}"),
         Send(node.peer, KillWorker(role=role)),
         Send(peer, Injected(killed=node.name if role is None else role)),
     ]
 
 
-def hosts(facts: ClusterState, peer: Peer) -> list[Effect]:
+def hosts(cluster: ClusterState, peer: Peer) -> list[Effect]:
     """Where all roles are."""
-    if facts.plan is None:
+    if cluster.plan is None:
         return [Send(peer, Denied(error="no role is anywhere yet"))]
-    found = pieces(facts.plan_id, hosts_of(facts.plan.roles, facts.plan.nodes).values())
+    found = pieces(cluster.plan_id, hosts_of(cluster.plan.roles, cluster.plan.nodes).values())
     return [Send(peer, HostsFollow(len(found))), *(Send(peer, piece) for piece in found)]
 
 
-def nodes(facts: ClusterState, now: float, struck: bool) -> Iterator[NodesStatus]:
+def nodes(cluster: ClusterState, now: float, struck: bool) -> Iterator[NodesStatus]:
     """All that are there, and those of which something is known; or those against which something counts."""
-    known, limit = facts.strikes, facts.settings
+    known, limit = cluster.strikes, cluster.settings
     against = {where: known.against(where, now) for where in sorted(known.places())}
     avoided, here, about = known.avoided(now), set[str](), (limit.strikes, 60 * limit.strike_minutes)
 
     def there() -> Iterator[NodeStatus]:
-        for name, node in list(facts.nodes.items()):
+        for name, node in list(cluster.nodes.items()):
             here.add(where := place(name))
             strikes = against.get(where, [])
             if strikes or not struck:
-                found = facts.roles_by_node.get(name, [])
+                found = cluster.roles_by_node.get(name, [])
                 row = name, node.hello.domain, True, found, node.idle, strikes, where in avoided
-                yield NodeStatus(*row, draining=name in facts.draining)
+                yield NodeStatus(*row, draining=name in cluster.draining)
 
     def gone() -> Iterator[NodeStatus]:
         for where, strikes in against.items():
@@ -177,35 +177,35 @@ def nodes(facts: ClusterState, now: float, struck: bool) -> Iterator[NodesStatus
     return (NodesStatus(*about, rows, more) for rows, more in _pieces(chain(there(), gone())))
 
 
-def forgive(facts: ClusterState, peer: Peer, node: str, now: float) -> list[Effect]:
+def forgive(cluster: ClusterState, peer: Peer, node: str, now: float) -> list[Effect]:
     """Forget what counts against a node."""
     where = place(node)
-    if where not in facts.strikes.places() | {place(name) for name in facts.nodes}:
+    if where not in cluster.strikes.places() | {place(name) for name in cluster.nodes}:
         return [Send(peer, Denied(error=f"no such node: {node}"))]
-    count = facts.strikes.forgive(where, now)
+    count = cluster.strikes.forgive(where, now)
     return [
         Record(
-            "forgiven", facts.epoch, f"ftctl nodes forgive {where}: {count} strikes", more={"node": where}
+            "forgiven", cluster.epoch, f"ftctl nodes forgive {where}: {count} strikes", more={"node": where}
         ),
         Send(peer, Forgiven(where, count)),
     ]
 
 
-def roles(facts: ClusterState) -> Iterator[RoleStatus]:
+def roles(cluster: ClusterState) -> Iterator[RoleStatus]:
     """What there is of each role, and where it is."""
-    left = iter(list(facts.places.items()))
+    left = iter(list(cluster.places.items()))
     while places := dict(islice(left, ROWS)):
-        yield from _roles(facts, places)
+        yield from _roles(cluster, places)
 
 
-def _roles(facts: ClusterState, places: Mapping[int, str]) -> Iterator[RoleStatus]:
+def _roles(cluster: ClusterState, places: Mapping[int, str]) -> Iterator[RoleStatus]:
     """The rows of some roles: all nodes are looked at for copies of what they have."""
-    segments = {role: list(facts.catalogue.get(role, ())) for role in places}
+    segments = {role: list(cluster.catalogue.get(role, ())) for role in places}
     silent = {
         f"{role}x1": role for role in places if not segments[role]
     }  # which have not said what they have
     copies: dict[str, dict[str, list[int]]] = {segment: {} for has in segments.values() for segment in has}
-    for node in facts.nodes.values():
+    for node in cluster.nodes.values():
         for segment, versions in node.replicas.items():
             if segment in copies:
                 copies[segment][node.name] = versions
@@ -213,7 +213,7 @@ def _roles(facts: ClusterState, places: Mapping[int, str]) -> Iterator[RoleStatu
                 segments[role].append(segment)
                 copies[segment] = {node.name: versions}
     for role, name in places.items():
-        host = facts.nodes.get(name)
+        host = cluster.nodes.get(name)
         beat = host.beats.get(role) if host is not None else None
         yield RoleStatus(
             role=role,
@@ -232,22 +232,22 @@ def _roles(facts: ClusterState, places: Mapping[int, str]) -> Iterator[RoleStatu
         )
 
 
-def spares(facts: ClusterState) -> Iterator[SpareStatus]:
+def spares(cluster: ClusterState) -> Iterator[SpareStatus]:
     """The nodes without a role."""
-    for node in list(facts.nodes.values()):
-        if node.name not in facts.roles_by_node:
+    for node in list(cluster.nodes.values()):
+        if node.name not in cluster.roles_by_node:
             yield SpareStatus(node.name, node.hello.pid, node.idle, list(node.guarding))
 
 
-def status(facts: ClusterState, phase: Phase, finished: set[int], pid: int, now: float) -> JobStatus:
+def status(cluster: ClusterState, phase: Phase, finished: set[int], pid: int, now: float) -> JobStatus:
     """In a few words."""
-    settings = facts.settings
+    settings = cluster.settings
     missing: list[RoleNamed] = []
     slowest: list[tuple[int, float, int, str]] = []
     last: tuple[float, float] = math.inf, math.inf
     without, steps = 0, set[int]()
-    for name, played in facts.roles_by_node.items():
-        beats = node.beats if (node := facts.nodes.get(name)) is not None else {}
+    for name, played in cluster.roles_by_node.items():
+        beats = node.beats if (node := cluster.nodes.get(name)) is not None else {}
         for role in played:
             if (beat := beats.get(role)) is None:
                 without += 1
@@ -260,23 +260,23 @@ def status(facts: ClusterState, phase: Phase, finished: set[int], pid: int, now:
                     last = slowest[-1][:2] if len(slowest) == SLOWEST else last
     domains: Counter[str] = Counter()
     ready = 0
-    for node in facts.spares():
+    for node in cluster.spares():
         domains[node.hello.domain] += 1
         ready += node.idle >= settings.nproc_per_node
-    struck = _struck(facts, now)
+    struck = _struck(cluster, now)
     return JobStatus(
-        epoch=facts.epoch,
+        epoch=cluster.epoch,
         phase=phase.name,
         controller_pid=pid,
         finished=text_of(runs_of(finished)),
-        roles=len(facts.places),
+        roles=len(cluster.places),
         world_size=settings.world_size,
         missing=without,
         missing_roles=missing,
         oldest=min(steps, default=None),
         newest=max(steps, default=None),
         slowest=[RoleNamed(role, name, step, -long) for step, long, role, name in slowest],
-        nodes=len(facts.nodes_with_roles()),
+        nodes=len(cluster.nodes_with_roles()),
         nodes_expected=settings.nnodes,
         spares=domains.total(),
         spares_ready=ready,
@@ -286,16 +286,16 @@ def status(facts: ClusterState, phase: Phase, finished: set[int], pid: int, now:
         limit=settings.strikes,
         struck=len(struck),
         most_struck=struck[:NAMED],
-        draining=facts.draining[:NAMED],
+        draining=cluster.draining[:NAMED],
     )
 
 
-def _struck(facts: ClusterState, now: float) -> list[Struck]:
+def _struck(cluster: ClusterState, now: float) -> list[Struck]:
     """The most often first."""
-    avoided = facts.strikes.avoided(now)
+    avoided = cluster.strikes.avoided(now)
     found = [
-        Struck(where, len(facts.strikes.against(where, now)), where in avoided)
-        for where in sorted(facts.strikes.places())
+        Struck(where, len(cluster.strikes.against(where, now)), where in avoided)
+        for where in sorted(cluster.strikes.places())
     ]
     return sorted((each for each in found if each.strikes), key=lambda each: -each.strikes)
 

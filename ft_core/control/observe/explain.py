@@ -50,12 +50,12 @@ def avoided(place: str, strikes: int, settings: Settings) -> str:
     )
 
 
-def in_vain(facts: ClusterState, reason: str, roles: Iterable[int]) -> str:
+def in_vain(cluster: ClusterState, reason: str, roles: Iterable[int]) -> str:
     """Recoveries that lead nowhere. `reason`: of the last failure; `roles`: those that were lost in it."""
-    mark = facts.progress_mark
+    mark = cluster.progress_mark
     text = f"{TRIES} recoveries in a row without a new step after step {mark}; the last failure: {reason}"
     for role in roles:
-        places = facts.strikes.everywhere(role, mark)
+        places = cluster.strikes.everywhere(role, mark)
         if len(places) > 1:
             text += (
                 f"\nRole {role} has failed in this step on each of the nodes {', '.join(places)}: that is "
@@ -77,9 +77,9 @@ def begins_anew(escalation: Escalation, reason: str, settings: Settings) -> str:
     )
 
 
-def shortage(facts: ClusterState, found: Shortage) -> tuple[str, list[str]]:
+def shortage(cluster: ClusterState, found: Shortage) -> tuple[str, list[str]]:
     """That there are too few workers; and the lost nodes, if that is why."""
-    nodes = sorted({facts.places[role] for role in found.roles} - set(facts.nodes))
+    nodes = sorted({cluster.places[role] for role in found.roles} - set(cluster.nodes))
     what = f"no worker for roles [{some(found.roles)}] (lost nodes: {some(nodes) or 'none'})"
     return what + (f", and the job cannot shrink: {found.reason}" if found.reason else ""), nodes
 
@@ -91,19 +91,19 @@ def loses(outcome: Outcome) -> str:
     return "the memory of the others does not suffice"
 
 
-def how_to_join(facts: ClusterState) -> str:
+def how_to_join(cluster: ClusterState) -> str:
     """The command for another node."""
-    return f"ftrun --join {facts.settings.meeting} --job-dir {facts.job_dir}"
+    return f"ftrun --join {cluster.settings.meeting} --job-dir {cluster.job_dir}"
 
 
-def what_is_left(facts: ClusterState) -> str:
+def what_is_left(cluster: ClusterState) -> str:
     """While the job waits for nodes."""
-    if any(facts.alive(role, node) for role, node in facts.places.items()):
+    if any(cluster.alive(role, node) for role, node in cluster.places.items()):
         return "survivors hold their state until a node joins"
-    left = "no node is left" if not facts.nodes else "no node with a role is left"
-    if facts.script_resumes or facts.settings.durable_dir:
+    left = "no node is left" if not cluster.nodes else "no node with a role is left"
+    if cluster.script_resumes or cluster.settings.durable_dir:
         return f"{left}; once nodes join, the job goes on from what others hold, or its newest checkpoint"
-    if facts.initial_version is None or facts.newest_seen <= facts.initial_version:
+    if cluster.initial_version is None or cluster.newest_seen <= cluster.initial_version:
         return f"{left}; no step was done yet, and the job begins once nodes join"
     return f"{left}, and no checkpoint: what other nodes hold may suffice, else start the job again"
 
@@ -113,13 +113,13 @@ def missing_at_the_start(ranks: Sequence[int]) -> str:
     return f"the job waits to begin: there is no node of rank {some(ranks)}, and no spare for it"
 
 
-def the_end(facts: ClusterState, outcome: GiveUp, unread: Iterable[str]) -> str:
+def the_end(cluster: ClusterState, outcome: GiveUp, unread: Iterable[str]) -> str:
     """Nothing helps. `unread`: why checkpoints cannot be read."""
     if not outcome.unrecoverable:
         return outcome.reason
     advice = (
         "it goes on from the newest checkpoint of the script's own."
-        if facts.script_resumes or facts.script_start_version
+        if cluster.script_resumes or cluster.script_start_version
         else "with checkpoints of its script's own that it resumes from (Megatron-LM's --save), or else with "
         "--ft-durable-interval, it will have something to fall back to."
     )

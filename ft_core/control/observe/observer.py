@@ -50,7 +50,7 @@ class Observer:
         """What the newest event says that time goes to, and when that was."""
 
     def read(
-        self, emitted: Iterable[Emitted], facts: ClusterState, phase: Phase, now: float, wall: float
+        self, emitted: Iterable[Emitted], cluster: ClusterState, phase: Phase, now: float, wall: float
     ) -> list[Effect]:
         """Return what an event has led to, for the shell: records are completed, and what the console says is
         last."""
@@ -63,13 +63,13 @@ class Observer:
             elif isinstance(each, Observation):
                 self._observe(each)
             elif isinstance(each, Record):
-                told.append(self._complete(each, facts))
+                told.append(self._complete(each, cluster))
                 effects.append(told[-1])
             else:
                 effects.append(each)
         if not isinstance(phase, Rebuilding | Done) and self._is_due():
-            effects.append(self._complete(Record("goodput", facts.epoch, time=TimeGoes()), facts))
-        return effects + self._story.tell(told, facts, phase, now, wall)
+            effects.append(self._complete(Record("goodput", cluster.epoch, time=TimeGoes()), cluster))
+        return effects + self._story.tell(told, cluster, phase, now, wall)
 
     def _is_due(self) -> bool:
         """Whether an event is to say what time goes to: now and then, and where no other has."""
@@ -77,7 +77,7 @@ class Observer:
         due = self._wall - told >= GOODPUT and (not account.trains or account.open(self._wall) < 1e-6)
         return due or account.now is not cause
 
-    def _complete(self, record: Record, facts: ClusterState) -> Record:
+    def _complete(self, record: Record, cluster: ClusterState) -> Record:
         """Add what is known here of what has come to pass."""
         about: dict[str, Any] = {}
         reason = record.reason
@@ -86,7 +86,7 @@ class Observer:
         elif record.event == "begins_anew":
             self.metrics.rungs[record.more["rung"]] += 1
         elif record.event == "resumed":
-            self.metrics.resumed(self.account.seconds, facts.current_plan.origin, self._wall)
+            self.metrics.resumed(self.account.seconds, cluster.current_plan.origin, self._wall)
             reason = self._story.recovered(record.more["version"], self._wall)
         if record.time is not None:
             about = self._time(record.time)

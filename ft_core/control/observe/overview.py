@@ -233,7 +233,7 @@ def _state(here: bool, marks: str, idle: int) -> State:
 
 
 def overview(
-    facts: ClusterState,
+    cluster: ClusterState,
     numbers: Numbers,
     finished: set[int],
     suspects: tuple[int, ...],
@@ -241,19 +241,19 @@ def overview(
     now: float,
 ) -> Overview:
     """The overview of now. `step`: seconds that one takes."""
-    settings, strikes = facts.settings, facts.strikes
+    settings, strikes = cluster.settings, cluster.strikes
     avoided = strikes.avoided(now)
-    plan = facts.plan
+    plan = cluster.plan
     return Overview(
         numbers,
-        numbers.held.nodes if numbers.held is not None else present(facts),
-        [node.idle for node in facts.nodes.values()],
+        numbers.held.nodes if numbers.held is not None else present(cluster),
+        [node.idle for node in cluster.nodes.values()],
         {
             name: plan.nodes[name].domain if plan is not None and name in plan.nodes else ""
-            for name in facts.roles_by_node
-            if name not in facts.nodes
+            for name in cluster.roles_by_node
+            if name not in cluster.nodes
         },
-        facts.roles_by_node,
+        cluster.roles_by_node,
         frozenset(finished),
         suspects,
         {where: (len(strikes.against(where, now)), where in avoided) for where in strikes.places()},
@@ -262,6 +262,6 @@ def overview(
         settings.nproc_per_node,
         settings.policy,
         settings.replicas,
-        tuple(facts.draining),
+        tuple(cluster.draining),
         2 + int(2 * settings.pulse / max(step, 1e-3)),
     )

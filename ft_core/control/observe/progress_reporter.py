@@ -25,7 +25,7 @@ class ProgressReporter:
         """Whether it was the job's start: of a recovery it is said elsewhere that all is well again."""
 
     def tick(
-        self, facts: ClusterState, phase: Phase, progress: Progress | None, now: float
+        self, cluster: ClusterState, phase: Phase, progress: Progress | None, now: float
     ) -> list[PrintConsole]:
         """`progress`: of the epoch under way; None where nobody says how far it is."""
         if _well(phase, progress):
@@ -35,12 +35,12 @@ class ProgressReporter:
                 return []
             return [PrintConsole(f"ftrun: all roles train, after {now - since:.0f} s")]
         if self._since is None:
-            self._since, self._starts = now, not facts.trained
+            self._since, self._starts = now, not cluster.trained
         # Each is said when as much time has passed as all before it together.
         if now - self._since < self._wait:
             return []
         self._wait *= 2
-        return [PrintConsole(f"ftrun: {_doing(facts, phase, progress)} ({now - self._since:.0f} s)")]
+        return [PrintConsole(f"ftrun: {_doing(cluster, phase, progress)} ({now - self._since:.0f} s)")]
 
 
 def _well(phase: Phase, progress: Progress | None) -> bool:
@@ -48,12 +48,12 @@ def _well(phase: Phase, progress: Progress | None) -> bool:
     return running or isinstance(phase, Done)
 
 
-def _doing(facts: ClusterState, phase: Phase, progress: Progress | None) -> str:
-    settings = facts.settings
+def _doing(cluster: ClusterState, phase: Phase, progress: Progress | None) -> str:
+    settings = cluster.settings
     match phase:
         case Forming():
             wanted, n = settings.first_nodes, settings.nproc_per_node
-            by_rank = ranked(facts)
+            by_rank = ranked(cluster)
             missing = [rank for rank in range(wanted) if rank not in by_rank]
             if missing:
                 here, late = wanted - len(missing), explain.some(missing)
@@ -63,18 +63,18 @@ def _doing(facts: ClusterState, phase: Phase, progress: Progress | None) -> str:
             late = explain.some([node.name for rank in range(wanted) if (node := by_rank[rank]).idle < n])
             return f"starting: all {wanted} nodes are up; still importing: {late}"
         case Rebuilding():
-            return f"a new controller has heard from {len(facts.nodes)} nodes, and waits for the others"
+            return f"a new controller has heard from {len(cluster.nodes)} nodes, and waits for the others"
         case Quiescing():
             late = explain.some(
-                [n for n, node in facts.nodes.items() if node.holdings.reported != facts.epoch]
+                [n for n, node in cluster.nodes.items() if node.holdings.reported != cluster.epoch]
             )
             return f"recovering: workers leave their step; not yet: nodes {late}"
         case Waiting():
-            return f"waiting for a node; without a worker: roles {explain.some(facts.lost())}"
+            return f"waiting for a node; without a worker: roles {explain.some(cluster.lost())}"
     assert progress is not None
     what, awaited = progress.awaited
     verb = "have their state" if what == "state" else "have finished a step"
-    done = f"{len(facts.places) - len(awaited)} of {len(facts.places)} roles {verb}"
-    names = sorted({facts.places[role] for role in awaited if role in facts.places})
+    done = f"{len(cluster.places) - len(awaited)} of {len(cluster.places)} roles {verb}"
+    names = sorted({cluster.places[role] for role in awaited if role in cluster.places})
     awaiting = f"not yet: roles {explain.some(sorted(awaited))} on {explain.some(names)}"
-    return f"{'recovering' if facts.trained else 'starting'}: {done}; {awaiting}"
+    return f"{'recovering' if cluster.trained else 'starting'}: {done}; {awaiting}"

@@ -67,13 +67,13 @@ class Story:
         """Whether anything has: before, a spare that comes is what is expected."""
 
     def tell(
-        self, records: Iterable[Record], facts: ClusterState, phase: Phase, now: float, wall: float
+        self, records: Iterable[Record], cluster: ClusterState, phase: Phase, now: float, wall: float
     ) -> list[PrintConsole]:
         """What is to be said of these events, and of those that have waited for it."""
         said: list[PrintConsole] = []
         for record in records:
             level = "WARNING" if record.event in (*_WARNINGS, "detected") else "INFO"
-            lines = self._lines(record, facts, phase, now, wall)
+            lines = self._lines(record, cluster, phase, now, wall)
             said += [PrintConsole(f"ftrun: {line}", level) for line in lines]
         for name, nodes in self._nodes.items():
             if nodes.waiting and now >= nodes.until:
@@ -82,14 +82,16 @@ class Story:
                 nodes.waiting, nodes.until = [], now + TOGETHER
         return said
 
-    def _lines(self, record: Record, facts: ClusterState, phase: Phase, now: float, wall: float) -> list[str]:
+    def _lines(
+        self, record: Record, cluster: ClusterState, phase: Phase, now: float, wall: float
+    ) -> list[str]:
         reason, node = record.reason.partition("\n")[0], record.more.get("node", "")
         self._failed |= record.event in _FAILURES
         match record.event:
             case "detected" | "moving" | "returning":
-                return self._ended(record, reason, facts, wall)
+                return self._ended(record, reason, cluster, wall)
             case "decided":
-                return self._decided(record, facts)
+                return self._decided(record, cluster)
             case "resumed":
                 self._recovery = None
                 return [reason] if reason else []
@@ -102,9 +104,9 @@ class Story:
             case "not_drained":
                 return [f"node {node} is not taken out: {reason}"]
             case "left":
-                return [f"replica groups {some(facts.groups.of(record.roles))} are away; the others go on"]
+                return [f"replica groups {some(cluster.groups.of(record.roles))} are away; the others go on"]
             case "returned":
-                return [f"replica groups {some(facts.groups.of(record.roles))} are back"]
+                return [f"replica groups {some(cluster.groups.of(record.roles))} are back"]
             case "not_returning":
                 return [f"replica groups could not come back: {reason}"]
             case "durable_failed":
@@ -116,11 +118,11 @@ class Story:
                 return [reason]
         return []
 
-    def _ended(self, record: Record, reason: str, facts: ClusterState, wall: float) -> list[str]:
+    def _ended(self, record: Record, reason: str, cluster: ClusterState, wall: float) -> list[str]:
         """An epoch has ended, or ends already."""
         if "spent" in record.more and self._recovery is None:
             noticing = record.more.get("unfinished", {}).get(Cause.DETECTION, 0.0)
-            self._recovery = _Recovery(wall - noticing, record.event, reason, facts.newest_seen)
+            self._recovery = _Recovery(wall - noticing, record.event, reason, cluster.newest_seen)
         if record.event != "detected":
             return []
         found = self._recovery
@@ -132,16 +134,16 @@ class Story:
             if found.failures > FEW:
                 found.untold.append(record.more.get("node") or reason)
                 return []
-        where = f" in step {facts.newest_seen + 1:,}" if facts.trained else ""
+        where = f" in step {cluster.newest_seen + 1:,}" if cluster.trained else ""
         return [f"failure{where}: {what}"]
 
-    def _decided(self, record: Record, facts: ClusterState) -> list[str]:
+    def _decided(self, record: Record, cluster: ClusterState) -> list[str]:
         found = self._recovery
         if found is None:
             return []
         found.moved |= record.more.get("moved", {})
         found.version, found.origin = record.more.get("version"), str(record.more.get("origin"))
-        found.reached = max(found.reached, facts.newest_seen)
+        found.reached = max(found.reached, cluster.newest_seen)
         untold, found.untold = found.untold, []
         many = "s" * (len(untold) != 1)
         return [f"{len(untold):,} further failure{many}: {some(untold)}"] if untold else []

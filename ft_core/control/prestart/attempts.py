@@ -116,31 +116,31 @@ class Prestart:
     _emptied: dict[str, int] = field(default_factory=dict)
     """Nodes where newcomers were ended that others may need the workers of: how many were idle before."""
 
-    def tick(self, facts: ClusterState, now: float) -> list[Effect]:
+    def tick(self, cluster: ClusterState, now: float) -> list[Effect]:
         """All roles have finished a step in this epoch: if there are workers for all roles of a group that is
         away, begin."""
         if self.attempt is not None or self.failed >= ATTEMPTS or now < self.not_before:
             return []
-        here, hosts, capacity = facts.places, facts.roles_by_node, facts.settings.nproc_per_node
-        if not facts.current_plan.absent:
+        here, hosts, capacity = cluster.places, cluster.roles_by_node, cluster.settings.nproc_per_node
+        if not cluster.current_plan.absent:
             return []
         # Who has all of its devices in use has no room, and is nearly everybody.
-        usable = ((n, node) for n, node in facts.nodes.items() if n not in facts.draining)
+        usable = ((n, node) for n, node in cluster.nodes.items() if n not in cluster.draining)
         idle = {n: node.idle for n, node in usable if len(hosts.get(n, ())) < capacity}
         room = sum(min(count, capacity - len(hosts.get(n, ()))) for n, count in idle.items())
-        if room < facts.groups.size:
+        if room < cluster.groups.size:
             return []
-        places = facts.groups.returning(here, idle, capacity, facts.avoided(now))
-        return self.begin(facts, places, now) if places else []
+        places = cluster.groups.returning(here, idle, capacity, cluster.avoided(now))
+        return self.begin(cluster, places, now) if places else []
 
-    def begin(self, facts: ClusterState, places: Places, now: float, leaves: str = "") -> list[Effect]:
+    def begin(self, cluster: ClusterState, places: Places, now: float, leaves: str = "") -> list[Effect]:
         """Start the roles there. `leaves`: the node that they are to leave, if they are not away."""
-        idle = {name: facts.nodes[name].idle for name in set(places.values())} if leaves else {}
-        here = set(facts.places)
+        idle = {name: cluster.nodes[name].idle for name in set(places.values())} if leaves else {}
+        here = set(cluster.places)
         self.attempt = PrestartAttempt(places, set(here), leaves, now, idle, unheld=here)
-        return to(facts.nodes_with_roles(), SendCounts())
+        return to(cluster.nodes_with_roles(), SendCounts())
 
-    def counted(self, facts: ClusterState, message: OperationCounts) -> list[Effect]:
+    def counted(self, cluster: ClusterState, message: OperationCounts) -> list[Effect]:
         """A role that takes part says which operations of the start-up phase it has on record."""
         attempt = self.attempt
         if attempt is None or message.role not in attempt.uncounted:
@@ -153,16 +153,16 @@ class Prestart:
         reason = (
             f"the roles of node {attempt.leaves} start elsewhere"
             if attempt.leaves
-            else f"replica groups {facts.groups.of(roles)} start"
+            else f"replica groups {cluster.groups.of(roles)} start"
         )
         done = completed(attempt.counts.items())
-        attempt.orders = prepare(facts.current_plan, attempt.places, done)
+        attempt.orders = prepare(cluster.current_plan, attempt.places, done)
         sends: list[Effect] = [
-            Send(facts.nodes[name].peer, order)
+            Send(cluster.nodes[name].peer, order)
             for name, order in attempt.orders.items()
-            if name in facts.nodes
+            if name in cluster.nodes
         ]
-        return [Record("preparing", facts.epoch, reason, tuple(roles)), *sends]
+        return [Record("preparing", cluster.epoch, reason, tuple(roles)), *sends]
 
     def back(self, node: Node, roles: Collection[int]) -> list[Effect]:
         """A node's connection had broken: what it was asked may have been lost with it. `roles`: its own."""
@@ -187,32 +187,32 @@ class Prestart:
         return [Send(node.peer, order)] if order is not None and set(order.roles) - set(shown) else []
 
     def prepared(
-        self, facts: ClusterState, node: str, role: int, counts: Counts, running: bool, now: float
+        self, cluster: ClusterState, node: str, role: int, counts: Counts, running: bool, now: float
     ) -> list[Effect]:
         """A role's worker has started there, and waits for its state."""
         attempt = self.attempt
         if attempt is None or not self.concerns(role, node) or role in attempt.ready:
             return []
         attempt.ready[role] = counts
-        return self._ask_to_stop(facts, attempt, now) if attempt.complete and running else []
+        return self._ask_to_stop(cluster, attempt, now) if attempt.complete and running else []
 
-    def ask_again(self, facts: ClusterState, now: float) -> list[Effect]:
+    def ask_again(self, cluster: ClusterState, now: float) -> list[Effect]:
         """Where nobody's step is to be cut off, and not all have stopped after the same one."""
         attempt = self.attempt
         if attempt is None or not attempt.leaves or not attempt.complete or now <= attempt.no_later_than:
             return []
-        attempt.held, attempt.unheld = False, set(facts.places)
-        return self._ask_to_stop(facts, attempt, now)
+        attempt.held, attempt.unheld = False, set(cluster.places)
+        return self._ask_to_stop(cluster, attempt, now)
 
-    def _ask_to_stop(self, facts: ClusterState, attempt: PrestartAttempt, now: float) -> list[Effect]:
+    def _ask_to_stop(self, cluster: ClusterState, attempt: PrestartAttempt, now: float) -> list[Effect]:
         # A step that is cut off is done again: the others are asked to stop where one of theirs ends,
         # and all after the same one, which has to lie ahead of everybody.
-        longest = max((beat.step_s for beat in _beats(facts)), default=0.0)
+        longest = max((beat.step_s for beat in _beats(cluster)), default=0.0)
         attempt.no_later_than = now + STEPS * longest + 1
-        attempt.unheard = {node.name for node in facts.nodes_with_roles()}
-        return to(facts.nodes_with_roles(), SendHeartbeat())
+        attempt.unheard = {node.name for node in cluster.nodes_with_roles()}
+        return to(cluster.nodes_with_roles(), SendHeartbeat())
 
-    def beat(self, facts: ClusterState, node: str) -> list[Effect]:
+    def beat(self, cluster: ClusterState, node: str) -> list[Effect]:
         """A node's heartbeat says how far its roles have come."""
         attempt = self.attempt
         if attempt is None or node not in attempt.unheard:
@@ -220,10 +220,10 @@ class Prestart:
         attempt.unheard.discard(node)
         if attempt.unheard:
             return []
-        newest = max((beat.step for beat in _beats(facts)), default=0)
-        return to(facts.nodes_with_roles(), PauseAfterStep(epoch=facts.epoch, step=newest + NOTICE))
+        newest = max((beat.step for beat in _beats(cluster)), default=0)
+        return to(cluster.nodes_with_roles(), PauseAfterStep(epoch=cluster.epoch, step=newest + NOTICE))
 
-    def held(self, facts: ClusterState, role: int, now: float) -> list[Effect]:
+    def held(self, cluster: ClusterState, role: int, now: float) -> list[Effect]:
         """A role that takes part has stopped at the end of its step. So do all, or hardly later."""
         attempt = self.attempt
         if attempt is None or not attempt.complete:
@@ -233,9 +233,9 @@ class Prestart:
             return []
         attempt.held = True
         attempt.no_later_than = now + (ASK_AGAIN if attempt.leaves else SKEW)
-        return [Record("held", facts.epoch, "the others stop at the end of a step", (role,))]
+        return [Record("held", cluster.epoch, "the others stop at the end of a step", (role,))]
 
-    def due(self, facts: ClusterState, now: float) -> list[int]:
+    def due(self, cluster: ClusterState, now: float) -> list[int]:
         """The roles with which the next epoch is to begin now, since nobody would be disturbed by it."""
         attempt = self.attempt
         if attempt is None or not attempt.complete:
@@ -261,41 +261,41 @@ class Prestart:
         """The roles that are starting on this node."""
         return self.attempt.on(node) if self.attempt is not None else []
 
-    def fail(self, facts: ClusterState, reason: str) -> list[Effect]:
+    def fail(self, cluster: ClusterState, reason: str) -> list[Effect]:
         """A worker or node of those who start is lost: nobody else notices."""
         if self.attempt is None:
             return []
         if self.attempt.leaves:
             self.moves_failed += 1
-            return self._end(facts, self.attempt, "not_moving", reason)
-        self._failed(facts, self.attempt.places)
-        return self._end(facts, self.attempt, "not_returning", reason)
+            return self._end(cluster, self.attempt, "not_moving", reason)
+        self._failed(cluster, self.attempt.places)
+        return self._end(cluster, self.attempt, "not_returning", reason)
 
-    def _end(self, facts: ClusterState, attempt: PrestartAttempt, event: str, reason: str) -> list[Effect]:
+    def _end(self, cluster: ClusterState, attempt: PrestartAttempt, event: str, reason: str) -> list[Effect]:
         self.attempt, self._emptied = None, attempt.idle
         return [
-            Record(event, facts.epoch, reason, tuple(sorted(attempt.places))),
-            *to(facts.nodes_with_roles(), PauseAfterStep(epoch=0, step=0)),
-            *_withdraw(facts, attempt.places),
+            Record(event, cluster.epoch, reason, tuple(sorted(attempt.places))),
+            *to(cluster.nodes_with_roles(), PauseAfterStep(epoch=0, step=0)),
+            *_withdraw(cluster, attempt.places),
         ]
 
-    def clears(self, facts: ClusterState) -> bool:
+    def clears(self, cluster: ClusterState) -> bool:
         """Whether there will soon be more idle workers: in the places of newcomers that were ended."""
-        nodes = facts.nodes
+        nodes = cluster.nodes
         return any(name in nodes and nodes[name].idle < count for name, count in self._emptied.items())
 
-    def give_up(self, facts: ClusterState, places: Places) -> list[Effect]:
+    def give_up(self, cluster: ClusterState, places: Places) -> list[Effect]:
         """End the workers that play these roles; others take their places."""
-        self._failed(facts, places)
-        return _withdraw(facts, places)
+        self._failed(cluster, places)
+        return _withdraw(cluster, places)
 
-    def _failed(self, facts: ClusterState, places: Places) -> None:
+    def _failed(self, cluster: ClusterState, places: Places) -> None:
         self.failed += 1
         if self.failed >= ATTEMPTS:
             log.warning(
                 "replica groups %s could not come back %d times in a row; the next node that joins, or "
                 "`ftrun --join`, makes them try again",
-                *(facts.groups.of(places), self.failed),
+                *(cluster.groups.of(places), self.failed),
             )
 
     def epoch_begins(self, now: float) -> None:
@@ -307,7 +307,7 @@ class Prestart:
         """The plan is another controller's."""
         self.returned, self.attempt, self._emptied = Returned(set(), now), None, {}
 
-    def epoch_ends(self, facts: ClusterState, now: float) -> list[Effect]:
+    def epoch_ends(self, cluster: ClusterState, now: float) -> list[Effect]:
         """If no step has ended since groups came back, it was in vain. The places of those who only begin to
         move may be needed."""
         if self.returned.roles:
@@ -316,7 +316,7 @@ class Prestart:
         attempt = self.attempt
         if attempt is None or not attempt.leaves or attempt.complete:
             return []
-        return self._end(facts, attempt, "not_moving", "an epoch has ended first")
+        return self._end(cluster, attempt, "not_moving", "an epoch has ended first")
 
     def stepped(self) -> None:
         """All roles have finished a step in this epoch."""
@@ -328,15 +328,15 @@ class Prestart:
         self.failed = 0
 
 
-def _withdraw(facts: ClusterState, places: Places) -> list[Effect]:
+def _withdraw(cluster: ClusterState, places: Places) -> list[Effect]:
     """End the workers that play these roles; others take their places."""
     return [
-        Send(facts.nodes[name].peer, Withdraw(roles=roles))
+        Send(cluster.nodes[name].peer, Withdraw(roles=roles))
         for name, roles in sorted(by_node(places).items())
-        if name in facts.nodes
+        if name in cluster.nodes
     ]
 
 
-def _beats(facts: ClusterState) -> list[RoleBeat]:
+def _beats(cluster: ClusterState) -> list[RoleBeat]:
     """What the heartbeats say of those who train."""
-    return [beat for node in facts.nodes_with_roles() for beat in node.beats.values()]
+    return [beat for node in cluster.nodes_with_roles() for beat in node.beats.values()]

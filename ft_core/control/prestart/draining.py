@@ -56,33 +56,33 @@ class Draining:
     # -- who is drained ----------------------------------------------------------------------------
 
     def ask(
-        self, facts: ClusterState, returning: Prestart, peer: Peer, asked: NodeName, why_not: str
+        self, cluster: ClusterState, returning: Prestart, peer: Peer, asked: NodeName, why_not: str
     ) -> list[Effect]:
         """Somebody wants this node out. `why_not`: why nothing can begin at present; empty, as a rule."""
-        names = [name for name in facts.nodes if asked in (name, place(name))]
+        names = [name for name in cluster.nodes if asked in (name, place(name))]
         if len(names) != 1:
             return [Send(peer, Denied(error=f"no such node: {asked}"))]
         [name] = names
-        roles, effects = facts.roles_by_node.get(name, []), list[Effect]()
-        if name not in facts.draining:
-            if reason := why_not or _objection(facts, name):
+        roles, effects = cluster.roles_by_node.get(name, []), list[Effect]()
+        if name not in cluster.draining:
+            if reason := why_not or _objection(cluster, name):
                 return [Send(peer, Denied(error=f"node {name} cannot be drained: {reason}"))]
-            facts.draining.append(name)
+            cluster.draining.append(name)
             effects = [
-                Send(facts.nodes[name].peer, Drain(wanted=True)),
-                Record("draining", facts.epoch, "ftctl drain", tuple(roles), {"node": name}),
+                Send(cluster.nodes[name].peer, Drain(wanted=True)),
+                Record("draining", cluster.epoch, "ftctl drain", tuple(roles), {"node": name}),
             ]
             if returning.on(name):
-                effects += returning.fail(facts, f"node {name} is to be drained")
-        before = facts.draining[: facts.draining.index(name)]
+                effects += returning.fail(cluster, f"node {name} is to be drained")
+        before = cluster.draining[: cluster.draining.index(name)]
         return [*effects, Send(peer, Drains(name, len(roles), before))]
 
-    def greeted(self, facts: ClusterState, node: Node, known: bool) -> list[Effect]:
+    def greeted(self, cluster: ClusterState, node: Node, known: bool) -> list[Effect]:
         """It has come, and says whether it is drained; if it was `known`, it may have missed that."""
-        wanted = node.name in facts.draining
+        wanted = node.name in cluster.draining
         if node.hello.draining and not wanted and not known:
-            facts.draining.append(node.name)
-            return [Record("draining", facts.epoch, "it was asked for before", more={"node": node.name})]
+            cluster.draining.append(node.name)
+            return [Record("draining", cluster.epoch, "it was asked for before", more={"node": node.name})]
         effects: list[Effect] = []
         if node.hello.draining is not wanted:
             effects.append(Send(node.peer, Drain(wanted)))
@@ -90,77 +90,81 @@ class Draining:
             effects.append(Send(node.peer, SendHeartbeat(self._number)))
         return effects
 
-    def lost(self, facts: ClusterState, node: NodeName) -> list[Effect]:
+    def lost(self, cluster: ClusterState, node: NodeName) -> list[Effect]:
         """A node is about to be forgotten as lost."""
-        if node not in facts.draining:
+        if node not in cluster.draining:
             return []
-        return [Record("not_drained", facts.epoch, "the node was lost before", more={"node": node})]
+        return [Record("not_drained", cluster.epoch, "the node was lost before", more={"node": node})]
 
     # -- its roles move ----------------------------------------------------------------------------
 
-    def tick(self, facts: ClusterState, returning: Prestart, now: float) -> list[Effect]:
+    def tick(self, cluster: ClusterState, returning: Prestart, now: float) -> list[Effect]:
         """All roles have finished a step in this epoch, and none of them has come to the end of training."""
         attempt = returning.attempt
         if attempt is not None:
-            limit = facts.settings.hang_limit
+            limit = cluster.settings.hang_limit
             if not attempt.leaves or attempt.complete or now - attempt.since < limit:
-                return returning.ask_again(facts, now)
+                return returning.ask_again(cluster, now)
             late = sorted(attempt.places.keys() - attempt.ready.keys())
             reason = f"roles {late} were not ready elsewhere within --ft-hang-limit, {limit:g} s"
-            failed = returning.fail(facts, reason)
-            return [*failed, *self._give_up(facts, returning, attempt.leaves, reason)]
-        name = next((name for name in facts.draining if name in facts.roles_by_node), None)
+            failed = returning.fail(cluster, reason)
+            return [*failed, *self._give_up(cluster, returning, attempt.leaves, reason)]
+        name = next((name for name in cluster.draining if name in cluster.roles_by_node), None)
         if name is None:
-            return self._let_go(facts, now) if facts.draining else []
+            return self._let_go(cluster, now) if cluster.draining else []
         if returning.moves_failed >= ATTEMPTS:
-            return self._give_up(facts, returning, name, f"{ATTEMPTS} starts of its roles elsewhere failed")
-        places = _elsewhere(facts, facts.roles_by_node[name], now)
+            return self._give_up(cluster, returning, name, f"{ATTEMPTS} starts of its roles elsewhere failed")
+        places = _elsewhere(cluster, cluster.roles_by_node[name], now)
         if places is None:
-            if returning.clears(facts):
+            if returning.clears(cluster):
                 return []
-            return self._give_up(facts, returning, name, _no_room(facts, len(facts.roles_by_node[name])))
-        return returning.begin(facts, places, now, leaves=name)
+            return self._give_up(
+                cluster, returning, name, _no_room(cluster, len(cluster.roles_by_node[name]))
+            )
+        return returning.begin(cluster, places, now, leaves=name)
 
-    def _give_up(self, facts: ClusterState, returning: Prestart, name: NodeName, why: str) -> list[Effect]:
+    def _give_up(self, cluster: ClusterState, returning: Prestart, name: NodeName, why: str) -> list[Effect]:
         """It is used as before."""
         returning.moves_failed = 0
-        facts.draining.remove(name)
+        cluster.draining.remove(name)
         return [
-            Record("not_drained", facts.epoch, why, tuple(facts.roles_by_node.get(name, ())), {"node": name}),
-            Send(facts.nodes[name].peer, Drain(wanted=False)),
+            Record(
+                "not_drained", cluster.epoch, why, tuple(cluster.roles_by_node.get(name, ())), {"node": name}
+            ),
+            Send(cluster.nodes[name].peer, Drain(wanted=False)),
         ]
 
     # -- it ends -----------------------------------------------------------------------------------
 
-    def epoch_begins(self, facts: ClusterState) -> None:
+    def epoch_begins(self, cluster: ClusterState) -> None:
         """Each may have what others go on from."""
-        self._going, facts.departing = None, ""
+        self._going, cluster.departing = None, ""
 
-    def _let_go(self, facts: ClusterState, now: float) -> list[Effect]:
+    def _let_go(self, cluster: ClusterState, now: float) -> list[Effect]:
         """The first that has no role. Who calls this tells all of `ClusterState.let_go` before it sends what
         is returned."""
         going = self._going
-        if going is None or going.name not in facts.nodes:
-            name = next((name for name in facts.draining if _enough_without(facts, [name])), None)
+        if going is None or going.name not in cluster.nodes:
+            name = next((name for name in cluster.draining if _enough_without(cluster, [name])), None)
             if name is None:
                 return []  # it stays, and keeps copies, until another node comes
-            self._number, facts.departing = self._number + 1, name
-            self._going = LettingGo(name, {node.name for node in facts.nodes_with_roles()})
-            return to(facts.nodes_with_roles(), SendHeartbeat(self._number))
+            self._number, cluster.departing = self._number + 1, name
+            self._going = LettingGo(name, {node.name for node in cluster.nodes_with_roles()})
+            return to(cluster.nodes_with_roles(), SendHeartbeat(self._number))
         if going.unheard or now < going.look_at:
             return []
         going.look_at = now + LOOK
         # Copies of a newer version were never sent there.
-        for node in facts.nodes_with_roles():
-            for role in facts.roles_by_node[node.name]:
+        for node in cluster.nodes_with_roles():
+            for role in cluster.roles_by_node[node.name]:
                 if (beat := node.beats.get(role)) is None or beat.committed <= going.newest:
                     return []
-        node = facts.nodes[going.name]
-        facts.drop(node)
-        self.epoch_begins(facts)
+        node = cluster.nodes[going.name]
+        cluster.drop(node)
+        self.epoch_begins(cluster)
         reason = "it plays no role, and all that it kept is elsewhere"
         return [
-            Record("drained", facts.epoch, reason, more={"node": node.name}),
+            Record("drained", cluster.epoch, reason, more={"node": node.name}),
             Send(node.peer, Shutdown(code=0)),
             Close(node.peer),
         ]
@@ -173,43 +177,43 @@ class Draining:
             going.newest = max([going.newest, *(each.step for each in beat.roles.values())])
 
 
-def _objection(facts: ClusterState, name: NodeName) -> str:
+def _objection(cluster: ClusterState, name: NodeName) -> str:
     """Why a node cannot be taken out, if so. Those that are drained already go first."""
-    going = [*facts.draining, name]
-    roles = [role for each in going for role in facts.roles_by_node.get(each, ())]
-    if _room(facts, going).left < len(roles):
-        return _no_room(facts, len(roles), going)
-    if not _enough_without(facts, going):
-        left = len({node.hello.domain for other, node in facts.nodes.items() if other not in going})
-        k = facts.settings.replicas
+    going = [*cluster.draining, name]
+    roles = [role for each in going for role in cluster.roles_by_node.get(each, ())]
+    if _room(cluster, going).left < len(roles):
+        return _no_room(cluster, len(roles), going)
+    if not _enough_without(cluster, going):
+        left = len({node.hello.domain for other, node in cluster.nodes.items() if other not in going})
+        k = cluster.settings.replicas
         return (
             f"{left} failure domains would be left, and the state is kept in {k + 1} (--ft-replicas {k}); "
-            f"have another node join first: {explain.how_to_join(facts)}"
+            f"have another node join first: {explain.how_to_join(cluster)}"
         )
     return ""
 
 
-def _no_room(facts: ClusterState, roles: int, going: list[NodeName] | None = None) -> str:
-    left = _room(facts, facts.draining if going is None else going).left
+def _no_room(cluster: ClusterState, roles: int, going: list[NodeName] | None = None) -> str:
+    left = _room(cluster, cluster.draining if going is None else going).left
     return (
         f"{roles} roles would have to move, and other nodes have workers for {left}; have another node join "
-        f"first: {explain.how_to_join(facts)}"
+        f"first: {explain.how_to_join(cluster)}"
     )
 
 
-def _room(facts: ClusterState, going: list[NodeName], avoided: Collection[str] = ()) -> PlacementCapacity:
-    idle = {name: node.idle for name, node in facts.nodes.items() if name not in going}
-    return PlacementCapacity(facts.places, idle, facts.settings.nproc_per_node, avoided)
+def _room(cluster: ClusterState, going: list[NodeName], avoided: Collection[str] = ()) -> PlacementCapacity:
+    idle = {name: node.idle for name, node in cluster.nodes.items() if name not in going}
+    return PlacementCapacity(cluster.places, idle, cluster.settings.nproc_per_node, avoided)
 
 
-def _elsewhere(facts: ClusterState, roles: list[int], now: float) -> Places | None:
+def _elsewhere(cluster: ClusterState, roles: list[int], now: float) -> Places | None:
     """Places for these on nodes that stay, if there is room."""
-    room = _room(facts, facts.draining, facts.avoided(now))
+    room = _room(cluster, cluster.draining, cluster.avoided(now))
     return room.take(roles) if len(roles) <= room.left else None
 
 
-def _enough_without(facts: ClusterState, going: list[NodeName]) -> bool:
+def _enough_without(cluster: ClusterState, going: list[NodeName]) -> bool:
     """Whether as many failure domains are left as copies are kept in, or as there are now."""
-    there = {node.hello.domain for node in facts.nodes.values()}
-    left = {node.hello.domain for name, node in facts.nodes.items() if name not in going}
-    return len(left) >= min(facts.settings.replicas + 1, len(there))
+    there = {node.hello.domain for node in cluster.nodes.values()}
+    left = {node.hello.domain for name, node in cluster.nodes.items() if name not in going}
+    return len(left) >= min(cluster.settings.replicas + 1, len(there))

@@ -190,30 +190,30 @@ class Detector:
         if answer.number == self._number:
             self._answers[node] = answer.logs
 
-    def tick(self, facts: ClusterState, progress: Progress, now: float) -> Verdict | None:
+    def tick(self, cluster: ClusterState, progress: Progress, now: float) -> Verdict | None:
         """What is to be done now."""
-        if facts.current_plan.id != self._plan:
+        if cluster.current_plan.id != self._plan:
             self.rests(now)
-            self._plan, self._began, self._training, self._newest = facts.current_plan.id, now, False, -1
+            self._plan, self._began, self._training, self._newest = cluster.current_plan.id, now, False, -1
             self._where, self._unusual, self._long_step = {}, {}, -1
             self._replaced, self._blamed = self._replaced | self._blamed, {}
         if progress.all_stepped and not self._training:
             self._training, self._start = True, max(self._start, now - self._began)
             self._moved = now
         if self._asked is not None:
-            missing = {node.name for node in facts.nodes_with_roles()} - set(self._answers)
-            return self._judge(facts, progress, now) if not missing or now > self._asked + ANSWER else None
-        if now - self._moved < self.limit(facts) or now < self._next:
+            missing = {node.name for node in cluster.nodes_with_roles()} - set(self._answers)
+            return self._judge(cluster, progress, now) if not missing or now > self._asked + ANSWER else None
+        if now - self._moved < self.limit(cluster) or now < self._next:
             return None
         self._number, self._asked, self._answers = self._number + 1, now, {}
-        newest = max(4, min(NEWEST, _RECORDS // max(len(facts.places), 1)))
+        newest = max(4, min(NEWEST, _RECORDS // max(len(cluster.places), 1)))
         return SendFlight(self._number, newest, self._closely)
 
-    def limit(self, facts: ClusterState) -> float:
+    def limit(self, cluster: ClusterState) -> float:
         """Seconds after which a step takes too long."""
-        return facts.settings.hang_after or max(FLOOR, FACTOR * self._steps.long)
+        return cluster.settings.hang_after or max(FLOOR, FACTOR * self._steps.long)
 
-    def _judge(self, facts: ClusterState, progress: Progress, now: float) -> Verdict | None:
+    def _judge(self, cluster: ClusterState, progress: Progress, now: float) -> Verdict | None:
         """All have answered, or it is gone on without those who have not."""
         self._asked = None
         quiet = now - self._moved
@@ -222,50 +222,50 @@ class Detector:
             log
             for node, found in self._answers.items()
             for log in found
-            if log.epoch == facts.plan_epoch and facts.places.get(log.role, node) == node
+            if log.epoch == cluster.plan_epoch and cluster.places.get(log.role, node) == node
         ]
         self._answers = {}
-        case = Case(logs, facts.places, _held_up(facts, progress), self._unusual)
+        case = Case(logs, cluster.places, _held_up(cluster, progress), self._unusual)
         finding = case.explain()
         shown = (_moments(logs), finding and (finding.kind, finding.roles))
         same, self._before = shown == self._before, shown
         looked, self._closely = set(self._closely), ()
         limit = math.inf
         if finding is not None:
-            starting = _starting(facts, progress) - {log.role for log in logs if log.fetches}
-            limit = self._patience(facts, finding, starting)
+            starting = _starting(cluster, progress) - {log.role for log in logs if log.fetches}
+            limit = self._patience(cluster, finding, starting)
         if finding is not None and finding.culprits:
             self._next = now + READING
-            if _may_wait(facts, finding) and _waited(finding, quiet) >= limit - 2 * READING:
+            if _may_wait(cluster, finding) and _waited(finding, quiet) >= limit - 2 * READING:
                 self._closely = finding.culprits
         before, self._bytes = self._bytes, {log.role: log.moved for log in logs}
         if not same:
             return None
         if finding is None:  # a long evaluation looks the same: it is said, and the job goes on
-            if quiet < facts.settings.hang_limit or self._said == shown or not self._training:
+            if quiet < cluster.settings.hang_limit or self._said == shown or not self._training:
                 return None
             self._said = shown
             return Inconclusive(case.alone(), hopeless=False)
-        if quiet < facts.settings.hang_limit and any(
+        if quiet < cluster.settings.hang_limit and any(
             self._bytes[role] - before.get(role, 0) >= BUSY for role in finding.roles if role in self._bytes
         ):
             return None  # it saves, or loads
         self._suspects, self._waiting = finding.culprits if finding.kind != "stopped" else (), None
         waited = _waited(finding, quiet)
         if finding.culprits and waited >= limit:
-            if not _may_wait(facts, finding):
-                in_vain = finding.proven and facts.settings.max_restarts and self._again(finding)
+            if not _may_wait(cluster, finding):
+                in_vain = finding.proven and cluster.settings.max_restarts and self._again(finding)
                 return Inconclusive(finding, hopeless=False) if in_vain else self._blame(finding, now)
             if not looked.issuperset(finding.culprits):
                 self._next = now
                 return None
-            excused = self._excused(facts, logs, finding, waited)
+            excused = self._excused(cluster, logs, finding, waited)
             if (left := case.explain(excused) if excused else finding) is not None and left.culprits:
                 return self._blame(left, now)
             self._waiting = next(iter(excused.values())).what
             self._next = now + max(READING, min(SELDOM, quiet / 4))
             return self._stalled(case, left or finding)
-        hopeless = waited >= max(limit, facts.settings.hang_limit)
+        hopeless = waited >= max(limit, cluster.settings.hang_limit)
         if finding.kind == "blocked" and waited >= limit and not hopeless:
             return self._stalled(case, finding)
         if not finding.culprits and waited >= limit and (hopeless or self._said != shown):
@@ -280,11 +280,11 @@ class Detector:
         return Culprit(finding)
 
     def _excused(
-        self, facts: ClusterState, logs: Iterable[FlightLog], finding: Finding, waited: float
+        self, cluster: ClusterState, logs: Iterable[FlightLog], finding: Finding, waited: float
     ) -> dict[int, Wait]:
         """Those who would be to blame, and wait for what others in their place would wait for."""
         found: dict[int, Wait] = {}
-        limit = facts.settings.hang_limit
+        limit = cluster.settings.hang_limit
         for log in logs:
             wait = waits_for(log.look) if log.role in finding.culprits and log.look is not None else None
             if wait is None:
@@ -305,40 +305,40 @@ class Detector:
         self._long_step = self._newest + 1
         return Stalled(finding)
 
-    def _patience(self, facts: ClusterState, finding: Finding, starting: Set[int]) -> float:
+    def _patience(self, cluster: ClusterState, finding: Finding, starting: Set[int]) -> float:
         """Seconds that others have to wait before somebody is to blame for it. `starting`: roles that do what
         has been done before, on their way to the first step of this epoch."""
-        usual, limit = self.limit(facts), facts.settings.hang_limit
+        usual, limit = self.limit(cluster), cluster.settings.hang_limit
         if finding.kind == "stopped":
             return usual
         if not self._training:
-            return self._patience_at_start(facts, finding, starting)
-        if facts.settings.hang_after or finding.proven:
+            return self._patience_at_start(cluster, finding, starting)
+        if cluster.settings.hang_after or finding.proven:
             return usual
         if finding.usual is None or self._again(finding):
             return max(usual, limit)
         excuse = min(limit, FACTOR * self._excuses.get(finding.culprits, 0.0))
         return max(usual, FACTOR * finding.usual, excuse)
 
-    def _patience_at_start(self, facts: ClusterState, finding: Finding, starting: Set[int]) -> float:
+    def _patience_at_start(self, cluster: ClusterState, finding: Finding, starting: Set[int]) -> float:
         """The same, while the first step of the epoch is under way."""
         if finding.proven:
             return START_FLOOR
-        if not facts.trained:  # of the very first start nothing is known: its operations' time-outs hold
+        if not cluster.trained:  # of the very first start nothing is known: its operations' time-outs hold
             return math.inf
         known = FACTOR * self._start
         if known and starting >= set(finding.culprits) and not self._again(finding):
             return max(START_FLOOR, known)
-        return max(facts.settings.hang_limit, known)
+        return max(cluster.settings.hang_limit, known)
 
     def _again(self, finding: Finding) -> bool:
         """Whether one of them was replaced for it before."""
         return bool(self._replaced.keys() & set(finding.culprits))
 
 
-def _may_wait(facts: ClusterState, finding: Finding) -> bool:
+def _may_wait(cluster: ClusterState, finding: Finding) -> bool:
     """Whether those to blame may themselves wait for what ends by itself."""
-    return finding.kind == "absent" and not facts.settings.hang_after
+    return finding.kind == "absent" and not cluster.settings.hang_after
 
 
 def _waited(finding: Finding, quiet: float) -> float:
@@ -346,15 +346,15 @@ def _waited(finding: Finding, quiet: float) -> float:
     return quiet if finding.kind == "stopped" else min(quiet, finding.waited)
 
 
-def _starting(facts: ClusterState, progress: Progress) -> set[int]:
+def _starting(cluster: ClusterState, progress: Progress) -> set[int]:
     """Newcomers, and survivors without the state of this epoch."""
-    return set(facts.places) - (progress.restored.keys() - set(facts.current_plan.newcomers))
+    return set(cluster.places) - (progress.restored.keys() - set(cluster.current_plan.newcomers))
 
 
-def _held_up(facts: ClusterState, progress: Progress) -> list[int]:
+def _held_up(cluster: ClusterState, progress: Progress) -> list[int]:
     """Roles whose newest state is whole on their node, and not yet safe elsewhere. Who is still without the
     state of this epoch has nothing that could be: it waits for its own."""
-    beats = ((role, beat) for node in facts.nodes.values() for role, beat in node.beats.items())
+    beats = ((role, beat) for node in cluster.nodes.values() for role, beat in node.beats.items())
     there = progress.restored
     return [r for r, beat in beats if r in there and beat.step in beat.held and beat.committed < beat.step]
 
