@@ -14,14 +14,23 @@ ends: while it is `Quiescing`, workers leave their step and nodes report what th
 is `Running`, or the job is `Waiting` for what it lacks. A controller that learns what its predecessor knew is
 `Rebuilding`; a job that is over is `Done`. `phases` has the table of what leads to what.
 
-One failure, followed through the code: a node says that a worker has died (`machine.Controller`), its role is
-lost (`recovery.RecoveryCoordinator.worker_lost`, `fail`), and the epoch ends (`end_epoch`): all are told to
-leave it. Once all nodes have said what they hold (`decide_if_ready`), `decide.deciding.decide` says how to go
-on: from which version, and who plays which role; `_start_epoch` sends that plan. Nodes say that they have
-their state, and that a step was done (`on_progress`). What does not help in place climbs `decide.ladder`
-(`escalate`).
+One event is handled in three steps, all in `machine.Controller.handle`. First the part of the machine that it
+concerns takes it in: `reports` (what agents say while all is well), `worker_failures`, `node_failures`,
+`hang_response`, `changeovers` (roles that move or come back), `succession` (what a predecessor knew),
+`termination`, `script_settings`. What has failed they tell `recovery`, which owns the epochs and ends one.
+Then, if anything has changed that a decision may depend on, `decisions` decides how the job goes on. At last
+the observer adds what it comes to in time and numbers. Parts emit their effects in order (`emitter`); what
+only knows one subject, such as a drain or the plan's delivery, returns them to the part that asks.
 
-To be read in this order: `events`, `phases`, `machine`, `recovery`, `cluster_state`, then the rooms: `decide`
-(which version, who plays what), `liveness` (who is lost, slow, or hangs), `prestart` (roles that start while
-others train), `lead` (which process is the controller), `observe` (what people and metrics see).
+One failure, followed through the code: a node says that a worker has died (`WorkerFailures.worker_lost`), its
+role is lost (`RecoveryCoordinator.fail`), and the epoch ends (`end_epoch`): all are told to leave it. Once
+all nodes have said what they hold, `decide.deciding.decide` says how to go on: from which version, and who
+plays which role; `RecoveryCoordinator.start_epoch` sends that plan. Nodes say that they have their state, and
+that a step was done (`Reports.on_progress`). What does not help in place climbs `decide.ladder`
+(`RecoveryCoordinator.escalate`).
+
+To be read in this order: `events`, `phases`, `machine`, `recovery`, `decisions`, `cluster_state`, the parts
+above, then the rooms: `decide` (which version, who plays what), `liveness` (who is lost, slow, or hangs),
+`prestart` (roles that start while others train), `lead` (which process is the controller), `observe` (what
+people and metrics see).
 """

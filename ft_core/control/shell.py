@@ -196,7 +196,7 @@ class Shell:
         self._handle(Arriving(0))  # it begins
         LOG_CONTEXT.about = lambda: {
             "epoch": self.machine.cluster.epoch,
-            "step": self.machine.account.version,
+            "step": self.machine.view.account.version,
         }
         http = self._serve_http()
         if self._office is None:  # or it goes when its node does, see `control.lead.candidate`
@@ -234,8 +234,8 @@ class Shell:
     def _serve_http(self) -> Server | None:
         """No job ends, or waits, because of who looks at it."""
         loop, machine = asyncio.get_running_loop(), self.machine
-        numbers = Numbering(loop, lambda: machine.numbers(time.monotonic(), time.time()))
-        overviews = Numbering(loop, lambda: machine.overview(time.monotonic(), time.time()))
+        numbers = Numbering(loop, lambda: machine.view.numbers(time.monotonic(), time.time()))
+        overviews = Numbering(loop, lambda: machine.view.overview(time.monotonic(), time.time()))
 
         def page(url: str) -> Site:
             from ft_core.control.observe.page import Page  # in the thread that serves it

@@ -2,38 +2,97 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-from ft_core.process.sigterm import GRACE
+from ft_core.control.cluster_state import Node
+from ft_core.control.node_failures import NodeFailures
+from ft_core.control.phases import Forming, Rebuilding
+from ft_core.control.recovery import RecoveryCoordinator
+from ft_core.process.sigterm import ENDED, GRACE
+from ft_core.protocol.messages import Fault, NodeName, Shutdown
 
 SIGNAL_LAG = 0.02
 """Seconds in which the controller's process notices a signal that it was sent before a message."""
 
 
-@dataclass
 class Termination:
-    """What is known of the signal: who has ended of it, and until when the others may."""
+    """What is known of the signal: who was told to end, who has, and until when the others may."""
 
-    _left: list[tuple[str, float]] = field(default_factory=list)
-    """Nodes of which all workers have ended of it, and when they have said so."""
-    _ends: tuple[float, str] | None = None
+    def __init__(self, recovery: RecoveryCoordinator, failures: NodeFailures) -> None:
+        self._recovery, self._failures = recovery, failures
+        self._cluster, self._out = recovery.cluster, recovery.out
+        self._job_told = False
+        """Whether this controller was told, and not single nodes alone."""
+        self._told: set[NodeName] = set()
+        """Nodes that were told; if that is all that there are, the job was."""
+        self._to_dismiss: set[NodeName] = set()
+        """Those of them that nobody needs, and that have yet to hear that they may end."""
+        self._left: list[tuple[NodeName, float]] = []
+        """Nodes of which all workers have ended of it, and when they have said so."""
+        self._ends: tuple[float, str] | None = None
 
-    def node_left(self, node: str, now: float) -> None:
-        """Where `ftrun` has told all, this process was first, but may read the signal afterwards."""
-        self._left.append((node, now))
+    def on_signal(self) -> None:
+        """This process was told. `ftrun` has it from outside, and passes it on to the agents as well."""
+        self._recovery.leaving = self._job_told = True
+        if isinstance(self._recovery.phase, Forming):
+            self._recovery.end_job(ENDED, "it was told to end (SIGTERM) before it had begun")
 
-    def nodes_left(self, now: float) -> list[str]:
-        """Those of which it is clear by now whether the job was told as well."""
-        due = [node for node, at in self._left if now - at > SIGNAL_LAG]
-        self._left = [(node, at) for node, at in self._left if now - at <= SIGNAL_LAG]
-        return due
+    def on_node_joined(self) -> None:
+        """There is a node that goes on, until it says that it was told to end as well."""
+        self._recovery.leaving = self._job_told
 
-    def end_later(self, node: str, now: float) -> None:
-        """The first node has left of a job that was told to end: others' workers may outlive it a while."""
+    def on_node_told(self, node: Node) -> None:
+        """A node says that it was told to end."""
+        name = node.name
+        self._out.record("leaving", f"node {name} was told to end (SIGTERM)", node=name)
+        self._told = {*(self._told & self._cluster.nodes.keys()), name}
+        if not isinstance(self._recovery.phase, Rebuilding):  # or others are yet to be heard of
+            self.look_whether_all_leave()
+        self._to_dismiss |= {name} - self._cluster.roles_by_node.keys()
+        self._dismiss()
+
+    def on_node_left(self, node: Node) -> None:
+        """All workers of a node have died of it. Where `ftrun` has told all, this process was first, but may
+        read the signal afterwards."""
+        node.liveness.leaves = True
+        self._left.append((node.name, self._out.now))
+
+    def look_whether_all_leave(self) -> None:
+        """The job was told to end if all nodes were."""
+        cluster = self._cluster
+        self._recovery.leaving |= bool(cluster.roles_by_node) and self._told == cluster.nodes.keys()
+
+    def tick(self) -> None:
+        """Let those go that may, and end what has had its time."""
+        now = self._out.now
+        self._dismiss()
+        due = [name for name, at in self._left if now - at > SIGNAL_LAG]
+        self._left = [(name, at) for name, at in self._left if now - at <= SIGNAL_LAG]
+        for name in due:
+            self._node_left(name)
+        if self._ends is not None and now > self._ends[0]:
+            self._recovery.end_job(ENDED, self._ends[1])
+
+    def _dismiss(self) -> None:
+        """Nodes that were told to end, and that nobody needs, may; once nobody may obey another any more."""
+        if not self._to_dismiss or self._out.now < self._recovery.settled or self._recovery.leaving:
+            return
+        cluster = self._cluster
+        names, self._to_dismiss = sorted(self._to_dismiss - cluster.roles_by_node.keys()), set()
+        for name in names:
+            if (node := cluster.nodes.get(name)) is not None:
+                self._out.send(node, Shutdown(code=ENDED))
+
+    def _node_left(self, name: NodeName) -> None:
+        cluster, recovery = self._cluster, self._recovery
+        if (node := cluster.nodes.get(name)) is None:
+            return  # its connection has broken since, and that was enough
+        if not recovery.leaving:
+            self._failures.node_lost(node, "it was told to end (SIGTERM)", Fault.TERMINATED)
+            return
+        # The job ends, or at least this machine, and what is left is the business of the next controller.
+        cluster.drop(node)
+        self._out.close(node)
+        if cluster.nodes.keys().isdisjoint(cluster.roles_by_node):
+            recovery.end_job(ENDED, "it was told to end (SIGTERM)")
         if self._ends is None:
-            reason = f"it was told to end (SIGTERM); some workers handle that, but not those of {node}"
-            self._ends = now + GRACE, reason
-
-    def overdue(self, now: float) -> str:
-        """Why the job ends now, if so."""
-        return self._ends[1] if self._ends is not None and now > self._ends[0] else ""
+            reason = f"it was told to end (SIGTERM); some workers handle that, but not those of {name}"
+            self._ends = self._out.now + GRACE, reason

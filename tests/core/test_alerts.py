@@ -34,7 +34,7 @@ ALERTS = [rule for rule in rules() if "alert" in rule]
 def known() -> set[str]:
     """Names of series."""
     node = of_node.NodeNumbers("a", "b", True, 1, {}, {}, 0)
-    families = [*of_controller.families(CONTROL.controller.numbers(0.0, 0.0)), *of_node.families(node)]
+    families = [*of_controller.families(CONTROL.controller.view.numbers(0.0, 0.0)), *of_node.families(node)]
     return {f"{family.name}{end}" for family in families for end in KINDS.get(family.type, ("",))}
 
 

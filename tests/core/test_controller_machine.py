@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from ft_core.control import recovery
+from ft_core.control import decisions
 from ft_core.control.completion import INTERVAL
 from ft_core.control.events import (
     Admitted,
@@ -968,7 +968,7 @@ def test_a_worker_dies_on_a_node_without_a_standby() -> None:
             job["node0"].say(Idle(idle=1))
             assert job.records_of("decided")[1].more["moved"] == {0: "node0"}
         else:
-            job.wait(recovery.STANDBY_GRACE - 1)
+            job.wait(decisions.STANDBY_GRACE - 1)
             assert job.phase == "waiting"
             job.wait(2)
             assert job.records_of("decided")[1].more["moved"] == {0: "node2"}

@@ -160,16 +160,16 @@ def test_the_status_of_100_000_roles_is_a_screenful(large: Large, ftctl: Any) ->
 
 def test_top_is_of_now_and_says_what_is_wrong(large: Large, ftctl: Any) -> None:
     """Events may be a minute old; here are none."""
-    account = large.controller.account
+    account = large.controller.view.account
     account.begins(3, 499, 1.0)
     account.resumes(500, 6.0)
     account.to(Cause.RESTORING, 7.0)
     large.controller.handle(Arriving(0), 7.0)  # it is recorded
-    large.controller._recovery.unprotected = "it wants none"
+    large.controller._recovery.protection.unprotected = "it wants none"
     lines = ftctl("top", "--once").splitlines()
     assert "goodput   0.0 % of 10.0 s productive; start-up 6.0 s, restoring 3.0 s, redone 1.0 s" in lines
     assert "not protected: it wants none" in lines
-    large.controller._recovery.unprotected = ""
+    large.controller._recovery.protection.unprotected = ""
     found = json.loads(ftctl("status", "--json"))
     assert found["complaint"] == "restoring: no step for 4 s" and not found["unprotected"]
     assert found["seconds"] == {"start_up": 6.0, "restoring": 3.0, "redone": 1.0}

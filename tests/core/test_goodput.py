@@ -264,7 +264,7 @@ def test_a_recovery_in_events() -> None:
 def test_time_in_which_the_controller_did_not_run_counts() -> None:
     plane = ControlPlane(nodes=2)
     plane.controller.handle(Tick(), plane.now, plane.now + 1000.0)
-    account = plane.controller.account
+    account = plane.controller.view.account
     whole = sum(account.seconds.values()) + account.open(plane.now + 1000.0)
     assert whole == pytest.approx(plane.now + 1000.0)
 

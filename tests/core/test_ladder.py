@@ -355,7 +355,7 @@ def test_a_script_that_goes_on_with_something_else_begins_with_what_it_has_saved
     job["node1"].say(leaves(1))  # before it hears that it is to end
     ends(job)
     assert rungs(job) == ["restart"] and began(job) == (None, "initial", [0, 1])
-    assert not job.controller.numbers(0.0, 0.0).unprotected
+    assert not job.controller.view.numbers(0.0, 0.0).unprotected
 
 
 def test_a_script_goes_on_with_something_else_as_an_epoch_ends() -> None:

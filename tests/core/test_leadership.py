@@ -736,7 +736,7 @@ def test_a_controller_without_its_lease_decides_nothing_and_hangs_up(tmp_path: P
         for epoch in (3, 4):
             elected.shell._note(Record("resumed", epoch))
         assert elected.orders.noted == [replace(PAST, recorded={"resumed": 4})]  # of epoch 3 one has
-        account = elected.shell.machine.account
+        account = elected.shell.machine.view.account
         assert account.seconds == dict.fromkeys(Cause, 0.0) | {Cause.PRODUCTIVE: 100.0}
         assert account.open(time.monotonic()) == pytest.approx(time.time() - PAST.at, abs=60)
         spent = Spent(Cause.WAITING, epoch=4)

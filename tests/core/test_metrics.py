@@ -50,7 +50,7 @@ ft_protected ft_begun_anew_total"""
 
 
 def numbers(job: ControlPlane) -> Numbers:
-    return job.controller.numbers(job.now, 1e9 + job.now)
+    return job.controller.view.numbers(job.now, 1e9 + job.now)
 
 
 def text(found: Numbers) -> bytes:
@@ -162,7 +162,7 @@ def test_who_holds_the_others_up_is_named_with_a_score() -> None:
         job[name].own_s = own_s
         job[name].beat()
     assert samples(job)['ft_straggler_score{role="1"}'] == 1.8
-    assert job.controller.overview(job.now, job.now).job()["stragglers"] == [(1, "node2", 1.8)]
+    assert job.controller.view.overview(job.now, job.now).job()["stragglers"] == [(1, "node2", 1.8)]
 
 
 def test_errors_of_gpus_are_counted_by_their_number() -> None:

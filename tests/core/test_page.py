@@ -99,8 +99,8 @@ class Site:
         self._thread = threading.Thread(target=self.loop.run_forever)
         self._thread.start()
         machine = job.controller
-        numbers = Numbering(self.loop, lambda: machine.numbers(job.now, 1e9 + job.now))
-        overviews = Numbering(self.loop, lambda: machine.overview(job.now, 1e9 + job.now))
+        numbers = Numbering(self.loop, lambda: machine.view.numbers(job.now, 1e9 + job.now))
+        overviews = Numbering(self.loop, lambda: machine.view.overview(job.now, 1e9 + job.now))
         address = "127.0.0.1:0"
 
         def site(url: str) -> Page:
@@ -265,7 +265,7 @@ def test_the_loss_is_over_time_where_it_is_told(site: Site) -> None:
 
 
 def test_who_holds_the_others_up_is_named(site: Site) -> None:
-    site.job.controller._recovery.hangs._suspects = (1,)
+    site.job.controller._hangs._suspects = (1,)
     with streamed(site) as events:
         job = next(found["job"] for _, found in events if found["job"]["suspected"])
     assert (job["suspected"], job["suspects"]) == (1, [[1, "node2"]])
@@ -560,7 +560,7 @@ def test_a_controller_that_is_busy_is_not_shown_anew(site: Site, monkeypatch: py
 def test_a_large_job_costs_the_controller_little(tmp_path: Path) -> None:
     """Gathered by reference: what is per role is looked at elsewhere."""
     job = ControlPlane(nodes=24, nproc=8)
-    taken = job.controller.overview(job.now, job.now)
+    taken = job.controller.view.overview(job.now, job.now)
     beats = {id(node.beats) for node in job.controller.cluster.nodes.values()}
     assert {id(node.roles) for node in taken.nodes} == beats
     assert len(taken.rows()) == 24 and all(len(row.marks) == 8 for row in taken.rows().values())
@@ -589,7 +589,7 @@ def test_a_thousand_nodes_in_a_browser(tmp_path: Path) -> None:
             assert page.evaluate("document.activeElement.dataset.name") == f"node{at}"
         assert page.locator(".node[tabindex='0']").count() == 1
         assert page.locator("#hang").is_hidden()
-        site.job.controller._recovery.hangs._suspects = (0,)
+        site.job.controller._hangs._suspects = (0,)
         page.get_by_role("button", name="role 0 on node0").click()
         page.locator("dialog#node").get_by_text("main thread: waits").wait_for()
         page.keyboard.press("Escape")

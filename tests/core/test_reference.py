@@ -20,7 +20,7 @@ from ft_core.control.observe.recorded import ACCOUNT, ALWAYS, EVENTS
 from ft_core.node.metrics import PAGES as OF_NODE
 from ft_core.node.metrics import NodeNumbers
 
-RECORDERS = {"record", "_record", "_once", "Record", "end_epoch"}
+RECORDERS = {"record", "record_once", "Record", "end_epoch"}
 """Functions of the controller whose first argument is an event."""
 
 
@@ -84,7 +84,7 @@ def test_all_flags_are_described() -> None:
 def test_all_metrics_are_described() -> None:
     page = mkdocs_reference.metrics() + mkdocs_reference.metrics_of_agents()
     job, node = ControlPlane(nodes=2), NodeNumbers("a", "b", True, 1, {}, {}, 0)
-    of_both = PAGES["/metrics"](job.controller.numbers(0.0, 0.0)).body + OF_NODE["/metrics"](node).body
+    of_both = PAGES["/metrics"](job.controller.view.numbers(0.0, 0.0)).body + OF_NODE["/metrics"](node).body
     names = re.findall(r"^# TYPE (\w+) ", of_both.decode(), re.M)
     assert names and all(f"`{name}`" in page for name in names)
 

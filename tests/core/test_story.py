@@ -182,7 +182,7 @@ def test_that_nothing_is_protected_is_said_once() -> None:
         job["node0"].say(message)
     job.wait(3.0)
     assert job.phase == "running" and said not in news(job)
-    assert job.controller.numbers(0.0, 0.0).unprotected == "it wants none"
+    assert job.controller.view.numbers(0.0, 0.0).unprotected == "it wants none"
     assert len(job.records_of("unprotected")) == 1
     job["node0"].say(job["node0"].crash(0))
     assert job.said[-1].endswith("; the job is not protected: it wants none") and "--ft" not in job.said[-1]
@@ -191,9 +191,9 @@ def test_that_nothing_is_protected_is_said_once() -> None:
 def test_who_trains_without_having_asked_may_ask_yet() -> None:
     job = ControlPlane(nodes=2)
     job["node0"].say(Unprotected(0, "it has not asked", so_far=True))
-    assert len(news(job)) == 1 and job.controller.numbers(0.0, 0.0).unprotected == "it has not asked"
+    assert len(news(job)) == 1 and job.controller.view.numbers(0.0, 0.0).unprotected == "it has not asked"
     job.all_step(1)
-    assert not news(job) and not job.controller.numbers(0.0, 0.0).unprotected
+    assert not news(job) and not job.controller.view.numbers(0.0, 0.0).unprotected
     job["node0"].say(job["node0"].crash(0))
     assert job.done is None
 

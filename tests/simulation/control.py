@@ -226,7 +226,7 @@ class SimController(Process):
                     self.world.trace(f"{self.name} <- ", ev.Received(peer, message))
         self._handled = self.world.now
         effects = self.machine.handle(event, self.awake, self._handled)
-        self._time.check(self.machine.account, self.world.now)
+        self._time.check(self.machine.view.account, self.world.now)
         self.job.decides(self, effects)
         if self.acts_late and decides(effects):
             self.acts_late = False

@@ -645,7 +645,7 @@ class SimJob:
         """The controller has ended the job."""
         self.over = True
         self.outcome.code = code
-        account = controller.machine.account
+        account = controller.machine.view.account
         self.time.compare(account, self.shape.elects)
         if self.network.sound and not controller.slept:  # it saw all steps when they were done
             self.time.check_steps(account, self.training.step_at)

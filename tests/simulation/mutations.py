@@ -12,16 +12,19 @@ from msgspec.structs import replace
 
 from ft_core.control.cluster_state import ClusterState
 from ft_core.control.decide import decision, ladder, plans
+from ft_core.control.decisions import Decisions
 from ft_core.control.events import Record
 from ft_core.control.liveness.failure_detector import FailureDetector
 from ft_core.control.liveness.strikes import Strikes
 from ft_core.control.liveness.suspicion import NodeLiveness
 from ft_core.control.machine import Controller
+from ft_core.control.node_failures import NodeFailures
 from ft_core.control.observe.goodput import Account
 from ft_core.control.phases import Rebuilding
 from ft_core.control.prestart.attempts import Prestart
 from ft_core.control.prestart.draining import Draining
 from ft_core.control.recovery import RecoveryCoordinator
+from ft_core.control.reports import Reports
 from ft_core.leadership.lease import Follower, Lease
 from ft_core.node import epochs as node
 from ft_core.node.events import Commit, DropAfter
@@ -89,7 +92,7 @@ def who_cannot_be_reached_has_ended() -> None:
 
 def out_of_sight_is_dead() -> None:
     """What nodes hold whose connections broke does not count, before the job is given up."""
-    RecoveryCoordinator._wait_for_unreachable_nodes = lambda self, outcome: False  # type: ignore[method-assign]
+    Decisions._wait_for_unreachable_nodes = lambda self, outcome: False  # type: ignore[method-assign]
 
 
 def broken_links_are_not_looked_for() -> None:
@@ -99,29 +102,29 @@ def broken_links_are_not_looked_for() -> None:
 
 def both_ends_of_a_link_are_replaced() -> None:
     """Not one."""
-    mend = RecoveryCoordinator._replace_broken_link_end
+    mend = NodeFailures._replace_broken_link_end
 
-    def mutated(self: RecoveryCoordinator) -> None:
-        count = len(self.effects)
+    def mutated(self: NodeFailures) -> None:
+        count = len(self._out.effects)
         mend(self)
-        for effect in self.effects[count:]:
+        for effect in self._out.effects[count:]:
             if isinstance(effect, Record) and effect.event == "link":
-                for name in set(effect.more["nodes"]) & set(self.cluster.nodes):
-                    self.node_lost(self.cluster.nodes[name], "its link is broken", m.Fault.TRANSPORT)
+                for name in set(effect.more["nodes"]) & set(self._cluster.nodes):
+                    self.node_lost(self._cluster.nodes[name], "its link is broken", m.Fault.TRANSPORT)
 
-    RecoveryCoordinator._replace_broken_link_end = mutated  # type: ignore[method-assign]
+    NodeFailures._replace_broken_link_end = mutated  # type: ignore[method-assign]
 
 
 def any_step_is_progress() -> None:
     """A step that is done again resets the count of futile recoveries."""
-    progressed = RecoveryCoordinator.on_progress
+    progressed = Reports.on_progress
 
-    def mutated(self: RecoveryCoordinator, message: Any) -> None:
+    def mutated(self: Reports, message: Any) -> None:
         progressed(self, message)
         if isinstance(message, m.Stepped):
-            self.cluster.attempts_without_progress = 0
+            self._cluster.attempts_without_progress = 0
 
-    RecoveryCoordinator.on_progress = mutated  # type: ignore[method-assign]
+    Reports.on_progress = mutated  # type: ignore[method-assign]
 
 
 def a_report_is_final() -> None:
@@ -131,7 +134,7 @@ def a_report_is_final() -> None:
 
 def nothing_is_said_twice() -> None:
     """What a node has not heard, since its connection broke, it is not told again."""
-    RecoveryCoordinator.remind = lambda self, node, epoch, shown: None  # type: ignore[method-assign]
+    Reports._remind = lambda self, node, epoch, shown: None  # type: ignore[method-assign]
 
 
 def a_successor_is_not_told_of_steps() -> None:
@@ -297,15 +300,15 @@ def strikes_are_forgotten_by_a_new_controller() -> None:
 
 def an_older_epochs_report_counts() -> None:
     """The controller takes a node's report for one of the epoch under way."""
-    decide = RecoveryCoordinator.decide_if_ready
+    settle = Decisions.settle
 
-    def mutated(self: RecoveryCoordinator) -> None:
-        for each in self.cluster.nodes.values():
+    def mutated(self: Decisions) -> None:
+        for each in self._cluster.nodes.values():
             if each.holdings.reported:
-                each.holdings.reported = self.cluster.epoch
-        decide(self)
+                each.holdings.reported = self._cluster.epoch
+        settle(self)
 
-    RecoveryCoordinator.decide_if_ready = mutated  # type: ignore[method-assign]
+    Decisions.settle = mutated  # type: ignore[method-assign]
 
 
 def an_older_epochs_abort_is_obeyed() -> None:
@@ -322,13 +325,13 @@ def an_older_epochs_abort_is_obeyed() -> None:
 
 def a_part_stays_over() -> None:
     """Also where the job goes back to a durable checkpoint of before its end."""
-    start = RecoveryCoordinator._start_epoch
+    start = RecoveryCoordinator.start_epoch
 
-    def mutated(self: RecoveryCoordinator, decided: Any, done: Any) -> None:
+    def mutated(self: RecoveryCoordinator, decided: Any, done: Any = ()) -> None:
         self.cluster.parts = [-1] * len(self.cluster.parts)
         start(self, decided, done)
 
-    RecoveryCoordinator._start_epoch = mutated  # type: ignore[method-assign]
+    RecoveryCoordinator.start_epoch = mutated  # type: ignore[method-assign]
 
 
 def the_first_plan_is_all_there_is() -> None:
@@ -338,12 +341,12 @@ def the_first_plan_is_all_there_is() -> None:
 
 def an_older_epochs_progress_counts() -> None:
     """What a role has done in an epoch that is over, and repeats, is taken for one step of this."""
-    progressed = RecoveryCoordinator.on_progress
+    progressed = Reports.on_progress
 
-    def mutated(self: RecoveryCoordinator, message: Any) -> None:
-        progressed(self, replace(message, epoch=self.cluster.epoch))
+    def mutated(self: Reports, message: Any) -> None:
+        progressed(self, replace(message, epoch=self._cluster.epoch))
 
-    RecoveryCoordinator.on_progress = mutated  # type: ignore[method-assign]
+    Reports.on_progress = mutated  # type: ignore[method-assign]
 
 
 def what_is_staged_between_epochs_is_sent() -> None:
@@ -382,15 +385,15 @@ def where_scripts_begin_is_unknown() -> None:
 
 def a_drained_node_is_used_again() -> None:
     """Where roles need a place, it is a node like any other."""
-    decide = RecoveryCoordinator._decide
+    found = Decisions._outcome
 
-    def mutated(self: RecoveryCoordinator, *about: Any) -> Any:
-        going, self.cluster.draining = self.cluster.draining, []
-        outcome = decide(self, *about)
-        self.cluster.draining = going
+    def mutated(self: Decisions, phase: Any) -> Any:
+        going, self._cluster.draining = self._cluster.draining, []
+        outcome = found(self, phase)
+        self._cluster.draining = going
         return outcome
 
-    RecoveryCoordinator._decide = mutated  # type: ignore[method-assign]
+    Decisions._outcome = mutated  # type: ignore[method-assign]
 
 
 def roles_move_at_any_time() -> None:

@@ -1,0 +1,74 @@
+"""Epochs that begin without a failure: roles that move off a node, and replica groups that come back.
+
+Both start ahead of need (`control.prestart`), while all others train; here the job changes over to them.
+"""
+
+from __future__ import annotations
+
+from ft_core.control.events import Peer
+from ft_core.control.phases import Running
+from ft_core.control.recovery import RecoveryCoordinator
+from ft_core.protocol.messages import NodeName
+
+
+class Changeovers:
+    """Those of one controller."""
+
+    def __init__(self, recovery: RecoveryCoordinator) -> None:
+        self._recovery, self._cluster, self._out = recovery, recovery.cluster, recovery.out
+
+    def drain(self, peer: Peer, node: NodeName) -> None:
+        """Somebody wants a node out."""
+        recovery, reason = self._recovery, ""
+        if not isinstance(recovery.phase, Running):
+            reason = f"the job is {recovery.phase.name}; ask again once it trains"
+        elif recovery.protection.unprotected or recovery.completion.released:
+            reason = "the script runs without fault tolerance, or has come to its end"
+        self._out.emit(*recovery.draining.ask(self._cluster, recovery.prestart, peer, node, reason))
+
+    def advance(self) -> None:
+        """While all train, others may start: in place of those on a node that is drained, or of replica
+        groups that are away."""
+        cluster, recovery, now = self._cluster, self._recovery, self._out.now
+        shrinks = cluster.settings.policy == "shrink"
+        if recovery.progress.all_stepped:
+            self.begin_if_due()
+            if not recovery.completion.released and isinstance(recovery.phase, Running):
+                kept_by_all = cluster.departing
+                effects = recovery.draining.tick(cluster, recovery.prestart, now)
+                if cluster.departing != kept_by_all:
+                    recovery.tell_of_nodes()
+                self._out.emit(*effects)
+                if shrinks:
+                    self._out.emit(*recovery.prestart.tick(cluster, now))
+            return
+        if not shrinks:
+            return
+        restored = recovery.progress.restored
+        late = recovery.prestart.returned.late(restored, cluster.settings.return_limit, now)
+        if late and restored:
+            self._go_on_without(late)
+
+    def begin_if_due(self) -> None:
+        """Begin an epoch with those that are ready, once nobody would be disturbed by it."""
+        recovery = self._recovery
+        if not isinstance(recovery.phase, Running):
+            return
+        roles = recovery.prestart.due(self._cluster, self._out.now)
+        if not roles:
+            return
+        attempt = recovery.prestart.attempt
+        if attempt is not None and attempt.leaves:
+            recovery.end_epoch("moving", f"the roles of node {attempt.leaves} move", roles)
+            return
+        reason = f"replica groups {self._cluster.groups.of(roles)} come back"
+        recovery.end_epoch("returning", reason, roles)
+
+    def _go_on_without(self, late: list[int]) -> None:
+        """Replica groups that came back keep the others waiting: they leave once more, and try again."""
+        cluster, recovery = self._cluster, self._recovery
+        roles = cluster.groups.roles(cluster.groups.of(late))
+        cluster.groups.withdrawn |= set(roles)
+        self._out.emit(*recovery.prestart.give_up(cluster, {role: cluster.places[role] for role in roles}))
+        reason = f"roles {late} did not have their state within {cluster.settings.return_limit:g} s"
+        recovery.end_epoch("not_returning", reason, roles)

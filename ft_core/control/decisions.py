@@ -1,0 +1,240 @@
+"""Decides how the job goes on, where that is open: whether it can begin, and what follows an epoch's end.
+
+What is best is found by pure functions (`decide.deciding`, `decide.forming`); here it is asked for once all
+have reported, and carried out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import assert_never
+
+from ft_core.control.cluster_state import ALL_IS_LOST
+from ft_core.control.decide import ladder
+from ft_core.control.decide.deciding import (
+    AskStorage,
+    GiveUp,
+    Outcome,
+    Shortage,
+    StandbyComes,
+    Start,
+    StartOver,
+    decide,
+    older_than_promised,
+)
+from ft_core.control.decide.forming import first_places
+from ft_core.control.decide.ladder import EscalationCause, Rung
+from ft_core.control.liveness import strikes
+from ft_core.control.observe import explain
+from ft_core.control.observe.observations import TimeGoes
+from ft_core.control.phases import Forming, Quiescing, Waiting
+from ft_core.control.recovery import RecoveryCoordinator
+from ft_core.protocol.goodput import Cause
+
+log = logging.getLogger(__name__)
+
+STANDBY_GRACE = 20.0
+"""Seconds that a healthy node has to bring up a standby before a crashed worker's role moves elsewhere."""
+
+
+class Decisions:
+    """What one controller decides."""
+
+    def __init__(self, recovery: RecoveryCoordinator) -> None:
+        self._recovery, self._cluster, self._out = recovery, recovery.cluster, recovery.out
+
+    def settle(self) -> None:
+        """Decide, until nothing has happened that the last decision did not know of. The end of each
+        event."""
+        while self._recovery.decision_due:
+            self._recovery.decision_due = False
+            phase = self._recovery.phase
+            if isinstance(phase, Forming):
+                self._form(phase)
+            elif isinstance(phase, Quiescing | Waiting):
+                self._recover(phase)
+
+    def ask_durable_versions(self, nodes: Collection[str]) -> Mapping[int, str] | None:
+        """Ask these nodes for the durable checkpoints that they can read, where they have not said yet.
+        Returns those that all can, by version; None while somebody has not answered."""
+        if not self._cluster.settings.durable_dir:
+            return {}
+        checkpoints = self._recovery.checkpoints
+        self._out.emit(*checkpoints.ask(self._cluster.nodes, nodes))
+        return checkpoints.common(nodes)
+
+    def end_if_storage_unreadable(self) -> bool:
+        """End the job where somebody cannot read what it depends on: to begin anew, or with less, where there
+        may be something newer to go on from, would be wrong. Returns whether it has ended."""
+        if errors := self._recovery.checkpoints.errors:
+            where = f"durable checkpoints in {self._cluster.settings.durable_dir} cannot be read"
+            self._recovery.end_job(1, f"{where}: {'; '.join(errors.values())}")
+        return bool(errors)
+
+    # -- the first epoch -----------------------------------------------------------------------------
+
+    def _form(self, phase: Forming) -> None:
+        """Begin the first epoch, once there are workers for all roles."""
+        if self._out.now < self._recovery.settled:
+            return
+        cluster, recovery = self._cluster, self._recovery
+        roles, in_vain = first_places(cluster, self._out.now - phase.joined_at)
+        if in_vain and recovery.note_wait_reason(what := explain.missing_at_the_start(in_vain)):
+            self._out.record("waiting", what, time=TimeGoes(Cause.WAITING))
+            log.warning("%s", what)
+        if roles is None or (durable := self.ask_durable_versions(set(roles.values()))) is None:
+            return
+        if self.end_if_storage_unreadable():
+            return
+        can_begin = durable or cluster.script_resumes or cluster.settings.max_restarts
+        if cluster.forgotten and not can_begin:
+            recovery.end_job(1, ALL_IS_LOST)
+            return
+        cluster.epoch = cluster.next_epoch(self._out.recorded_epochs)
+        if cluster.forgotten:
+            self._out.record("starting_over", ALL_IS_LOST)
+            log.warning("%s", ALL_IS_LOST)
+        if durable:
+            newest = max(durable)
+            recovery.start_epoch(Start(roles, newest, "durable", {}, [], durable[newest]))
+        else:
+            recovery.start_epoch(Start(roles, None, "initial", {}, []))
+
+    # -- after an epoch's end ------------------------------------------------------------------------
+
+    def _recover(self, phase: Quiescing | Waiting) -> None:
+        """Go on, once all nodes have reported and nothing is missing."""
+        cluster, recovery = self._cluster, self._recovery
+        if cluster.disconnected or not cluster.all_reported():
+            return
+        if recovery.failure_detector.suspects_link:
+            return  # what is decided should work
+        if recovery.escalation is not None and recovery.workers_still_exiting():
+            return
+        cluster.note_progress()
+        if cluster.attempts_without_progress > strikes.TRIES:
+            reason, code, roles = recovery.last_failure
+            recovery.escalate(EscalationCause(explain.in_vain(cluster, reason, roles), code=code))
+            return
+        cluster.remember_the_lost()
+        outcome = self._outcome(phase)
+        if isinstance(outcome, StandbyComes) or self._wait_for_unreachable_nodes(outcome):
+            self._enter_waiting(phase)
+        elif isinstance(outcome, AskStorage):
+            self.ask_durable_versions(outcome.nodes)
+        elif isinstance(outcome, Shortage):
+            self._handle_shortage(phase, outcome)
+        elif isinstance(outcome, Start):
+            older = outcome.origin != "durable" and older_than_promised(cluster, outcome.version)
+            if not older or not self.end_if_storage_unreadable():
+                recovery.start_epoch(outcome, recovery.prestart.records())
+        elif isinstance(outcome, StartOver):
+            if not self.end_if_storage_unreadable():
+                self._restart_scripts(outcome)
+        elif isinstance(outcome, GiveUp):
+            self._nothing_in_memory_helps(outcome)
+        else:
+            assert_never(outcome)
+
+    def _outcome(self, phase: Quiescing | Waiting) -> Outcome:
+        """What is best. A start ahead of need is given up where others need its places more."""
+        cluster, prestart, now = self._cluster, self._recovery.prestart, self._out.now
+
+        def found() -> Outcome:
+            return decide(
+                cluster,
+                prestart.places(),
+                self._recovery.checkpoints.common,
+                now - phase.since > STANDBY_GRACE,
+                cluster.avoided(now),
+                prestart.clears(cluster),
+                self._recovery.escalation,
+            )
+
+        outcome = found()
+        attempt = prestart.attempt
+        if isinstance(outcome, Shortage) and attempt is not None and attempt.leaves:
+            self._out.emit(*prestart.fail(cluster, "others need the places more"))
+            outcome = found()
+        return outcome
+
+    def _nothing_in_memory_helps(self, outcome: GiveUp) -> None:
+        """There is only what scripts can begin with by themselves."""
+        cluster, recovery = self._cluster, self._recovery
+        problems = recovery.checkpoints.errors.values()
+        can = cluster.settings.max_restarts and not problems and not cluster.begins_with_durable
+        tried = recovery.escalation is not None and recovery.escalation.rung is Rung.RESTART
+        if not can or tried or cluster.groups.adopted(cluster.places):
+            recovery.end_job(1, explain.the_end(cluster, outcome, problems))
+            return
+        # There is nothing for the rungs that begin with memory.
+        cluster.escalation_level = max(cluster.escalation_level, ladder.ALL_FROM_MEMORY)
+        recovery.escalation = None
+        recovery.escalate(EscalationCause(outcome.reason))
+
+    def _wait_for_unreachable_nodes(self, outcome: Outcome) -> bool:
+        """Wait for nodes that are merely out of sight, where what is decided without them is so bad that they
+        had better be asked: they may live, and hold what is missing. Returns whether they are waited for."""
+        cluster, detector, now = self._cluster, self._recovery.failure_detector, self._out.now
+        # Of those who train while nobody hears them it is not known how far they have come.
+        nobody = cluster.nodes.keys().isdisjoint(cluster.roles_by_node)
+        begun = cluster.initial_version is not None or self._recovery.plan_was_inherited
+        unknown = begun and nobody
+        if isinstance(outcome, Start):
+            older = outcome.version is None or outcome.version < cluster.newest_seen - 1
+            bad = (cluster.trained and older) or (unknown and outcome.origin != "memory")
+        elif isinstance(outcome, Shortage):
+            bad = False  # of workers: what the policy says
+        else:
+            bad = not isinstance(outcome, AskStorage) or cluster.trained or unknown
+        missed = detector.missed(now) if bad else []
+        if missed:
+            limit = cluster.settings.silence_limit
+            names, cost = explain.some(missed), explain.loses(outcome)
+            what = f"nodes {names} cannot be reached, and without them {cost}"
+            if self._recovery.note_wait_reason(what):
+                reason = f"{what}: waiting for them for {limit:g} s"
+                self._out.record("unreachable", reason, time=TimeGoes(Cause.WAITING))
+                log.warning("%s; waiting for them for %g s", what, limit)
+            self._out.emit(*detector.look_for(missed, now))
+        return bool(missed)
+
+    def _restart_scripts(self, outcome: StartOver) -> None:
+        """Memory does not suffice: end all workers; once they are replaced, let the scripts begin anew."""
+        left, recovery, epoch = outcome.left, self._recovery, self._cluster.epoch
+        if self._out.recorded_in("starting_over") < epoch:
+            if recovery.escalation is None:
+                log.warning("%s\nThe script is started again from its own newest checkpoint.", outcome.reason)
+            self._out.note_recorded("starting_over", epoch + bool(left))
+            if not left:
+                self._out.record("starting_over", outcome.reason)
+        if left:
+            recovery.kill_workers(left)
+            recovery.end_epoch("starting_over", outcome.reason, sorted(left))
+            return
+        self._cluster.forget()
+        recovery.start_epoch(Start(outcome.roles, None, "initial", {}, outcome.lost))
+
+    def _enter_waiting(self, phase: Quiescing | Waiting) -> None:
+        """Something is missing, or still is: wait for it, unless that is so already."""
+        if isinstance(phase, Quiescing):
+            self._recovery.transition(Waiting(phase.since))
+
+    def _handle_shortage(self, phase: Quiescing | Waiting, shortage: Shortage) -> None:
+        """There are too few workers: wait for a node, or end the job, as the policy says."""
+        cluster, recovery = self._cluster, self._recovery
+        groups = cluster.groups
+        groups.withdrawn |= set(groups.roles(groups.of(shortage.combine)))  # whole ones
+        recovery.kill_workers(shortage.combine)
+        what, nodes = explain.shortage(cluster, shortage)
+        if recovery.leaving:
+            told = "the job was told to end (SIGTERM), so it does not wait for a node"
+            recovery.end_job(1, f"{what}; {told}")
+            return
+        if cluster.settings.policy == "stop" and nodes:
+            recovery.end_job(1, f"{what}; policy is stop")
+            return
+        self._enter_waiting(phase)
+        if nodes and recovery.note_wait_reason(what):
+            recovery.tell_it_waits(f"{what}; {explain.what_is_left(cluster)}", shortage.roles)

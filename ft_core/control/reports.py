@@ -1,0 +1,166 @@
+"""What agents say of themselves and of their roles' progress, and what they are reminded of in return."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from ft_core.control.cluster_state import Node, epoch_of
+from ft_core.control.lead import takeover
+from ft_core.control.liveness.hangs.detector import Detector
+from ft_core.control.observe.observations import AllRestored, AllStepped, NodeBeat, StepDone
+from ft_core.control.phases import Done, Forming, Rebuilding, Running
+from ft_core.control.recovery import RecoveryCoordinator
+from ft_core.protocol import messages as m
+
+REPEAT = 1.0
+"""Seconds after which a plan is sent again to a node that has not begun it."""
+
+
+class Reports:
+    """Takes in what the agents of one job say while all is well, or seems so."""
+
+    def __init__(self, recovery: RecoveryCoordinator, hangs: Detector) -> None:
+        self._recovery, self._hangs = recovery, hangs
+        self._cluster, self._out = recovery.cluster, recovery.out
+
+    def on_greeting(self, node: Node, known: bool) -> None:
+        """A node has greeted: it is told what it may have missed, and what it has told may be what was waited
+        for. `known`: whether it was there before."""
+        cluster, recovery, out = self._cluster, self._recovery, self._out
+        roles = set(node.holdings.roles)
+        self.hear_of_parts([node])
+        if cluster.parts:
+            out.send(node, m.Release(parts=cluster.parts))
+        if kept := cluster.strikes.value(out.now):
+            out.send(node, m.KeepStrikes(kept))
+        self._remind(node, node.holdings.epoch, roles)
+        here = cluster.roles_by_node.get(node.name)
+        if here and recovery.recovering and node.applied_plan != cluster.current_plan.id:
+            # Those who have started ahead for a plan that is over, and was not heard here, keep their places.
+            newcomers = set(cluster.current_plan.newcomers)
+            if new := [role for role in here if role in newcomers]:
+                out.send(node, m.Withdraw(roles=new))
+        running = isinstance(recovery.phase, Running)
+        if running and cluster.current_plan.nodes.get(node.name) != node.address:
+            recovery.tell_of_nodes()
+        if cluster.plan is not None and node.applied_plan == cluster.plan.id:
+            # Who has come and gone since the plan was made. From now on it knows what all know.
+            out.send(node, recovery.delivery.nodes_without_roles())
+        out.emit(*recovery.prestart.back(node, roles))
+        out.emit(*recovery.draining.greeted(cluster, node, known))
+        recovery.decision_due = True
+
+    def _remind(self, node: Node, epoch: int, shown: Collection[int]) -> None:
+        """Bring a node to what it should do; with each of its heartbeats. It may not have heard an order,
+        since its connection broke or a controller died over saying it. May end the epoch: where it has begun
+        one that this controller does not know.
+
+        `epoch` is the newest that it has heard of; `shown` are the roles that it has, or has workers for.
+        """
+        cluster, recovery, out = self._cluster, self._recovery, self._out
+        if isinstance(recovery.phase, Forming | Rebuilding | Done):
+            return
+        plan, running = cluster.current_plan, isinstance(recovery.phase, Running)
+        split = node.applied_plan != plan.id and epoch_of(node.applied_plan) == cluster.epoch
+        if epoch > cluster.epoch or (split and running):
+            cluster.epoch = max(cluster.epoch, epoch)
+            reason = f"node {node.name} is in epoch {epoch} of another controller"
+            recovery.end_epoch("detected", reason, [])
+            return
+        if epoch < cluster.epoch:
+            out.send(node, m.Abort(epoch=cluster.epoch))
+        # Roles that it has started ahead of need, for an attempt that was given up; it has not heard that.
+        others = [role for role in shown if cluster.places.get(role) != node.name]
+        others = sorted(set(others).difference(recovery.prestart.on(node.name))) if others else others
+        if others and node.applied_plan == plan.id:
+            out.send(node, m.Withdraw(roles=others))
+        if not running:
+            for role in sorted(shown):
+                if anew := recovery.is_being_replaced(role):
+                    recovery.must_exit(role, node.name)
+                if anew or role in cluster.groups.withdrawn:
+                    out.send(node, m.KillWorker(role=role))
+        elif node.applied_plan != plan.id:
+            if out.now - node.plan_sent_at > REPEAT:
+                out.emit(*recovery.delivery.again_to(node, out.now))
+        else:
+            out.emit(*recovery.prestart.remind(node, shown))
+
+    def on_heartbeat(self, node: Node, beat: m.Heartbeat) -> None:
+        """A node says that it lives, and how far its roles are: some thousands a second of a large job."""
+        cluster, recovery, out = self._cluster, self._recovery, self._out
+        newest = max([role.step for role in beat.roles.values()], default=-1)
+        taking_part = recovery.prestart.taking_part(node.name, beat.roles)
+        counts = beat.epoch == cluster.epoch and isinstance(recovery.phase, Running)
+        out.emit(NodeBeat(node.name, node.beats, beat, taking_part if counts else {}, newest))
+        node.beat(beat)
+        node.liveness.beat(out.now)
+        recovery.failure_detector.beat(beat.begun, newest, out.now)
+        self._hangs.beat(taking_part, out.now)
+        self._remind(node, beat.epoch, beat.roles.keys())
+        if recovery.prestart.attempt is not None:
+            out.emit(*recovery.prestart.beat(cluster, node.name))
+        recovery.draining.beat(node, beat)
+        # Kept here, because a node that is lost takes what it said with it.
+        cluster.seen_at([newest])
+
+    def on_progress(self, message: m.Restored | m.Stepped | m.Reopened) -> None:
+        """A role has come further in an epoch; the last one lets all of them have come so far."""
+        cluster, recovery, out = self._cluster, self._recovery, self._out
+        if cluster.plan is None or message.epoch != cluster.epoch:
+            return
+        due = recovery.progress.heard(message)
+        running = isinstance(recovery.phase, Running)
+        if isinstance(message, m.Stepped):
+            cluster.seen_at([message.version])
+            if running:  # what is said again tells nothing of when it was
+                out.emit(StepDone(message.version))
+            if due is not None:
+                recovery.prestart.stepped()
+        if due is None:
+            return
+        name, about = due
+        if isinstance(message, m.Restored) and running:
+            out.emit(AllRestored(cluster.epoch, message.version, takeover.share(cluster)))
+            recovery.protection.asked_for()
+        if name == "resumed" and running:
+            out.emit(AllStepped(about["version"]))
+        out.record_once(name, **about)
+        if name == "resumed":
+            cluster.stepped_epoch = out.recorded_in("resumed")
+            cluster.compact_catalogue(), cluster.groups.value()  # while nobody waits for it
+            if cluster.script_resumes and not out.recorded_in("resumes"):
+                reason = "should the script have to be started again, it has checkpoints of its own"
+                out.record_once("resumes", reason)
+
+    # -- the ends of scripts, and of their parts ---------------------------------------------------------
+
+    def hear_of_parts(self, nodes: Iterable[Node]) -> None:
+        """A former controller may have let all workers leave a part of their scripts. Of those who have asked
+        it for that, some may be lost since: it is known to the agents of the others."""
+        cluster = self._cluster
+        if isinstance(self._recovery.phase, Forming) or cluster.plan is None:
+            return
+        known = [n.holdings.parts for n in nodes if n.holdings.begun == cluster.plan.id]
+        found = max(known, key=len, default=[])
+        if len(found) > len(cluster.parts):
+            cluster.parts = found
+            self._out.send_to_all(m.Release(parts=found))
+
+    def release_if_complete(self) -> None:
+        """Let the workers leave a part of their scripts, once all have come to the end of it."""
+        cluster, completion = self._cluster, self._recovery.completion
+        if not isinstance(self._recovery.phase, Running):
+            return
+        if parts := completion.passed(cluster.places, cluster.plan_epoch, cluster.parts):
+            cluster.parts = parts
+            self._out.send_to_all(m.Release(parts=parts))
+
+    def ask_about_script_end(self) -> None:
+        """Where some have left their script, ask all whether others wait for them."""
+        cluster = self._cluster
+        question = self._recovery.completion.question(
+            cluster.places, cluster.plan_epoch, len(cluster.parts), self._out.now
+        )
+        if question is not None:
+            self._out.send_to_all(question)

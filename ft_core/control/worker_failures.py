@@ -1,0 +1,83 @@
+"""What it means for the job that a worker has ended, or does without fault tolerance."""
+
+from __future__ import annotations
+
+from ft_core.control.cluster_state import Node
+from ft_core.control.decide.ladder import EscalationCause
+from ft_core.control.liveness import strikes
+from ft_core.control.observe import explain
+from ft_core.control.recovery import RecoveryCoordinator
+from ft_core.protocol import messages as m
+
+
+class WorkerFailures:
+    """The workers that one controller has lost."""
+
+    def __init__(self, recovery: RecoveryCoordinator) -> None:
+        self._recovery, self._cluster, self._out = recovery, recovery.cluster, recovery.out
+        self._lost: dict[int, tuple[str, int]] = {}
+        """Role -> node and pid of the worker that was lost last."""
+
+    def worker_lost(self, node: Node, lost: m.WorkerLost) -> None:
+        """A worker with a role has ended, for whatever reason."""
+        cluster, recovery, role = self._cluster, self._recovery, lost.role
+        if self._lost.get(role) == (node.name, lost.pid):
+            return  # it is said again
+        self._lost[role] = node.name, lost.pid
+        where = f"worker {lost.pid} of role {role} on {node.name}: {lost.exit}"
+        same_again = cluster.strikes.again(lost)
+        starts_ahead = recovery.prestart.concerns(role, node.name)
+        cluster.seen_at([lost.step])
+        if lost.fault is m.Fault.TERMINATED and recovery.is_being_replaced(role):
+            if starts_ahead:
+                self._out.emit(*recovery.prestart.fail(cluster, where))
+            else:
+                cluster.worker_died(node, role)
+            recovery.decision_due = True
+            return
+        recovery.strike(strikes.of_worker(lost, node.name, cluster.trained), node.hello.domain)
+        if starts_ahead:
+            self._out.emit(*recovery.prestart.fail(cluster, where))
+            return
+        cluster.worker_died(node, role)
+        released = recovery.completion.released
+        on_its_own = bool(recovery.protection.unprotected) or released
+        if lost.fault is m.Fault.LEFT and (cluster.initial_version is None or on_its_own):
+            recovery.completion.finished.add(role)
+            if not released:
+                recovery.completion.left[role] = where
+            recovery.end_if_finished()
+            recovery.escalate_if_waited_for()
+        elif lost.fault is m.Fault.LEFT:
+            why = f"{where}, in the middle of training (os._exit?): the others would wait for it"
+            recovery.escalate(EscalationCause(why, (role,), fault=lost.fault, node=node.name))
+        elif lost.code > 0 and on_its_own:
+            self._script_failed(lost, where, node.name)
+        elif why := strikes.ends(lost, cluster.trained, same_again):
+            self._script_failed(lost, f"{where}; {why}", node.name)
+        elif cluster.settings.max_restarts and cluster.strikes.alike(lost):
+            self._script_failed(lost, f"{where}; its start has failed of the same before", node.name)
+        else:
+            recovery.fail(where, [role], strikes.exit_code(lost), fault=lost.fault, node=node.name)
+
+    def _script_failed(self, lost: m.WorkerLost, where: str, node: m.NodeName) -> None:
+        """The script would fail of it again. Should the job end of it, then with the script's exit code."""
+        short, code = explain.script_error(lost, self._cluster.job_dir), strikes.exit_code(lost)
+        cause = EscalationCause(
+            where, (lost.role,), code, f"\n{lost.traceback}", f"\n{short}", lost.fault, node
+        )
+        if lost.fault in strikes.FINAL:
+            self._recovery.end_job(code, cause.recorded, cause.said)
+        else:
+            self._recovery.escalate(cause)
+
+    def runs_unprotected(self, said: m.Unprotected) -> None:
+        """A script does without fault tolerance, has until now, or does so from now on."""
+        recovery = self._recovery
+        if recovery.is_being_replaced(said.role):
+            return
+        recovery.protection.said(said, trained=self._cluster.initial_version is not None)
+        why = recovery.protection.unprotected
+        if why and recovery.escalation is None and recovery.recovering:
+            # It had done so before it heard that the epoch is over, and takes part in no other.
+            recovery.escalate(EscalationCause(f"the job is not protected: {why}"))
