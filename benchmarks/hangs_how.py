@@ -1,4 +1,4 @@
-"""The ways in which a role hangs: what it does and never comes back from, and how it goes astray."""
+"""The ways in which a role hangs: what it does and never comes back from, and how it goes diverged."""
 
 from __future__ import annotations
 

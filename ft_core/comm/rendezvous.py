@@ -36,7 +36,7 @@ from torch import distributed as dist
 
 from ft_core.errors import AuthenticationError, FtError, ProtocolError
 from ft_core.process.refusals import Refusals
-from ft_core.protocol import door
+from ft_core.protocol import acceptor
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.channel import Channel
 from ft_core.protocol.connection import Connection
@@ -104,7 +104,7 @@ class Stores:
     async def serve(self, failed: Callable[[Exception], None]) -> None:
         """For ever. `failed` is told of errors that no connection explains."""
         self._failed, self.loop = failed, asyncio.get_running_loop()
-        await door.serve(self._socket, self._secret, f"the epochs' stores at {self.address}", self._serve)
+        await acceptor.serve(self._socket, self._secret, f"the epochs' stores at {self.address}", self._serve)
 
     @classmethod
     def in_thread(cls, host: str, secret: bytes) -> Stores:

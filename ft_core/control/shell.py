@@ -51,7 +51,7 @@ from ft_core.control.liveness import pulses
 from ft_core.control.machine import FAILURES, Controller
 from ft_core.control.observe.inside import Reply
 from ft_core.control.observe.metrics import PAGES
-from ft_core.control.tree import BEATS, Branch, Client, Member, Other, Said, Tree
+from ft_core.control.relays import BEATS, Branch, Client, Member, Other, Said, Tree
 from ft_core.elastic import ledger
 from ft_core.errors import AuthenticationError, ConfigError, ProtocolError
 from ft_core.leadership.base import Notes
@@ -63,7 +63,7 @@ from ft_core.process.lines import LOG_CONTEXT
 from ft_core.process.outlet import FileOutlet, say
 from ft_core.process.refusals import Refusals
 from ft_core.process.tasks import Tasks
-from ft_core.protocol import door, handshake
+from ft_core.protocol import acceptor, handshake
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.bundle import Bundle, OrBundle
 from ft_core.protocol.codec import encode
@@ -192,7 +192,7 @@ class Shell:
         self._done = asyncio.get_running_loop().create_future()
         tasks = Tasks(self._fail)
         listener, datagrams = await self._listen()
-        tasks.spawn(door.serve(listener, self._secret, "the controller", self._accept))
+        tasks.spawn(acceptor.serve(listener, self._secret, "the controller", self._accept))
         self._handle(Arriving(0))  # it begins
         LOG_CONTEXT.about = lambda: {
             "epoch": self.machine.cluster.epoch,

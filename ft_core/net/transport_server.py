@@ -19,8 +19,8 @@ from xxhash import xxh3_64_intdigest
 
 from ft_core.errors import AuthenticationError, CorruptSnapshot, FtError, ProtocolError, TransportError
 from ft_core.process.refusals import Refusals
+from ft_core.protocol.acceptor import connections
 from ft_core.protocol.channel import Channel
-from ft_core.protocol.door import connections
 from ft_core.protocol.messages import Layout
 from ft_core.protocol.sockets import ENDS_BEFORE, as_bytes, ends_first, join_address, listen
 from ft_core.protocol.transfers import (

@@ -31,8 +31,8 @@ from ft_core.net.transport import TcpTransport
 from ft_core.node import events as e
 from ft_core.node.about import About
 from ft_core.node.link.inquiries import Inquiries, records_of, relay
+from ft_core.node.link.probe import probe
 from ft_core.node.link.pulse import Loop
-from ft_core.node.link.reach import probe
 from ft_core.node.link.relay import Relay
 from ft_core.node.link.uplink import Uplink
 from ft_core.node.machine import Agent
@@ -52,7 +52,7 @@ from ft_core.process.outlet import console, say
 from ft_core.process.refusals import Refusals
 from ft_core.process.stalls import Stalls
 from ft_core.process.tasks import Tasks
-from ft_core.protocol import door
+from ft_core.protocol import acceptor
 from ft_core.protocol import messages as m
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.connection import Connection
@@ -165,7 +165,9 @@ class NodeShell:
         """Serve until the machine ends. Returns its exit code. Raises what this process cannot cope with."""
         self._open()
         workers = self._tasks.spawn(
-            door.serve(listen(self._workers_socket), self.secret, f"node {self.node}", self._accept_worker)
+            acceptor.serve(
+                listen(self._workers_socket), self.secret, f"node {self.node}", self._accept_worker
+            )
         )
         stores = self._tasks.spawn(self.stores.serve(self._fail))
         json = self.settings.log_format == "json"

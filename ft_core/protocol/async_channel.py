@@ -11,9 +11,9 @@ from msgspec import Struct
 
 from ft_core.errors import AuthenticationError, ProtocolError
 from ft_core.protocol import handshake
+from ft_core.protocol.acceptor import pending
 from ft_core.protocol.codec import MAX_BYTES, Decoder, encode
 from ft_core.protocol.connection import Connection
-from ft_core.protocol.door import lobby
 from ft_core.protocol.framing import HEADER, Frames
 from ft_core.protocol.handshake import Handshake
 from ft_core.protocol.sockets import listener_of, lost, peer_name, source_of, split_address, tune
@@ -92,14 +92,14 @@ class AsyncChannel(Generic[T]):
 
     @classmethod
     async def accept(cls, connection: Connection, secret: bytes, receives: Decoder[T]) -> AsyncChannel[T]:
-        """As `Channel.accept`; for what `door.serve` calls."""
+        """As `Channel.accept`; for what `acceptor.serve` calls."""
         sock = connection.transport.get_extra_info("socket")
         peer = peer_name(sock, sock.family)
         hands = Handshake(secret, peer, listener_of(sock.getsockname()), client=False)
         loop, transport = asyncio.get_running_loop(), connection.transport
         about = source_of(sock), lambda: _at(loop, transport.abort), lambda: connection.unread
         try:
-            with lobby.stay(*about) as known:
+            with pending.stay(*about) as known:
                 tune(sock, sock.family)
                 connection.write(hands.hello)
                 async with asyncio.timeout(handshake.SECONDS) as limit:

@@ -11,8 +11,8 @@ from msgspec import Struct
 
 from ft_core.errors import AuthenticationError, ProtocolError
 from ft_core.protocol import handshake
+from ft_core.protocol.acceptor import pending
 from ft_core.protocol.codec import Decoder, encode
-from ft_core.protocol.door import lobby
 from ft_core.protocol.framing import HEADER, Frames
 from ft_core.protocol.handshake import Handshake
 from ft_core.protocol.sockets import (
@@ -103,7 +103,7 @@ class Channel(Generic[T]):
         peer = peer_name(sock, sock.family)
         end = time.monotonic() + min(timeout, handshake.SECONDS)
         try:
-            with lobby.stay(source_of(sock), lambda: shut(sock), lambda: readable(sock.fileno())) as known:
+            with pending.stay(source_of(sock), lambda: shut(sock), lambda: readable(sock.fileno())) as known:
                 sock.settimeout(None)
                 tune(sock, sock.family)
                 hands = Handshake(secret, peer, listener_of(sock.getsockname()), client=False)

@@ -8,7 +8,7 @@ At most 5 s, fixed sizes only, so that a stranger can make nobody allocate or wa
 
 Half of a client's nonce is random and says when it was made, the other half is made of that, the secret, and
 whom it is for: the server's port, or its path. Whoever overhears it can say it again there, once, and not
-later: it admits nobody, but a server that is busy waits longer for whom it seems to know (see `door`).
+later: it admits nobody, but a server that is busy waits longer for whom it seems to know (`acceptor`).
 
 Before it reads anything else, each side looks at the other's version, so both can say what is wrong. The
 first line is the same in all versions. Both sides then derive one key per direction from the secret and the

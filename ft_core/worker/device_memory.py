@@ -1,7 +1,7 @@
 """A GPU for a worker that takes over: what it can have before it has a role, and memory that is free again.
 
-A process that was killed is gone, and its pid (`worker.former`), but the driver may still be at taking its
-memory back. A successor that needs all of the device would find it full.
+A process that was killed is gone, and its pid (`worker.predecessor_cleanup`), but the driver may still be at
+taking its memory back. A successor that needs all of the device would find it full.
 """
 
 from __future__ import annotations

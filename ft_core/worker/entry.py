@@ -27,20 +27,20 @@ from ft_core.worker import (
     device_memory,
     faults,
     first_use,
-    former,
     import_output,
     imports,
     marks,
     ordinary,
+    predecessor_cleanup,
     tracking,
     unprotected,
 )
-from ft_core.worker.backstage import StandbyIsolation
 from ft_core.worker.logs import played, redirect, take_over
 from ft_core.worker.ordinary import exit_code
 from ft_core.worker.recovery import Ahead
 from ft_core.worker.session import Session, begin
 from ft_core.worker.shell import WorkerShell
+from ft_core.worker.standby_isolation import StandbyIsolation
 
 _CONNECT_TIMEOUT = 30.0
 INTERRUPTED = 128 + signal.SIGINT
@@ -109,7 +109,7 @@ def _play(
     os.environ.update(assignment.env)
     if on_gpu and apart:  # what the script makes before it says which device it uses, it makes for this one
         device_memory.choose(int(os.environ["LOCAL_RANK"]))
-    former.wait(assignment.role, assignment.ending, to_the_end=on_gpu)
+    predecessor_cleanup.wait(assignment.role, assignment.ending, to_the_end=on_gpu)
     if on_gpu and assignment.plan.epoch > 1 and not apart:
         device_memory.wait(assignment.role, int(os.environ["LOCAL_RANK"]))
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ignored until here, see ft_core.node.workers.departure

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 
-from ft_core.protocol import door
+from ft_core.protocol import acceptor
 from ft_core.protocol.connection import Connection
 from ft_core.protocol.handshake import Handshake
 
@@ -24,7 +24,7 @@ sock = socket.create_server(("127.0.0.1", 0))
 
 
 def take() -> None:
-    for _ in door.connections(sock, b"a secret", "node a", lambda: False):
+    for _ in acceptor.connections(sock, b"a secret", "node a", lambda: False):
         found.put(True)
 
 
@@ -33,7 +33,7 @@ async def serve() -> None:
         found.put(True)
 
     ready.set()
-    await door.serve(sock, b"a secret", "node a", connected)
+    await acceptor.serve(sock, b"a secret", "node a", connected)
 
 
 def main(kind: str) -> None:

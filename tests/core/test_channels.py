@@ -21,7 +21,7 @@ import pytest
 from waiting import wait_for_value
 
 from ft_core.errors import AuthenticationError, ProtocolError
-from ft_core.protocol import door, handshake, sockets
+from ft_core.protocol import acceptor, handshake, sockets
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.channel import Channel
 from ft_core.protocol.codec import MAX_BYTES, Decoder
@@ -333,7 +333,7 @@ def test_blocking_client_and_asyncio_server(tmp_path: Path, family: str) -> None
 
         sock = listen(f"unix:{tmp_path / 's'}" if family == "unix" else "127.0.0.1")
         address = f"unix:{tmp_path / 's'}" if family == "unix" else address_of(sock)
-        server = asyncio.create_task(door.serve(sock, SECRET, "a test", connected))
+        server = asyncio.create_task(acceptor.serve(sock, SECRET, "a test", connected))
 
         def talk() -> None:
             channel = Channel.connect(address, SECRET, ANYTHING, 60)
@@ -392,7 +392,7 @@ async def both_ends(through: Callable[[str], str] = str) -> tuple[AsyncChannel, 
     async def connected(connection: Connection) -> None:
         taken.set_result((await AsyncChannel.accept(connection, SECRET, ANYTHING), connection))
 
-    server = asyncio.create_task(door.serve(listener := listen("127.0.0.1"), SECRET, "a test", connected))
+    server = asyncio.create_task(acceptor.serve(listener := listen("127.0.0.1"), SECRET, "a test", connected))
     client = await AsyncChannel.connect(through(address_of(listener)), SECRET, ANYTHING)
     accepted, connection = await taken
     server.cancel()
@@ -494,7 +494,9 @@ def test_a_connection_to_a_peer_that_acknowledges_nothing_ends(monkeypatch: pyte
             taken.set_result(await AsyncChannel.accept(connection, SECRET, ANYTHING))
             connection.transport.pause_reading()
 
-        server = asyncio.create_task(door.serve(listener := listen("127.0.0.1"), SECRET, "a test", connected))
+        server = asyncio.create_task(
+            acceptor.serve(listener := listen("127.0.0.1"), SECRET, "a test", connected)
+        )
         channel = await AsyncChannel.connect(address_of(listener), SECRET, ANYTHING)
         await taken
         channel.post({"x": "x" * (MAX_BYTES // 2)})
@@ -518,7 +520,9 @@ def test_asyncio_server_refuses_strangers() -> None:
             except AuthenticationError as error:
                 refused.put_nowait(str(error))
 
-        server = asyncio.create_task(door.serve(listener := listen("127.0.0.1"), SECRET, "a test", connected))
+        server = asyncio.create_task(
+            acceptor.serve(listener := listen("127.0.0.1"), SECRET, "a test", connected)
+        )
         address = address_of(listener)
         with pytest.raises(AuthenticationError, match="refused"):
             await asyncio.to_thread(Channel.connect, address, b"other", ANYTHING, 60)
@@ -551,7 +555,7 @@ def test_a_client_of_another_version_is_refused_before_it_says_anything(
             found.append(str(caught.value))
             taken.set()
 
-        server = asyncio.create_task(door.serve(listener, SECRET, "a test", connected))
+        server = asyncio.create_task(acceptor.serve(listener, SECRET, "a test", connected))
         await taken.wait()
         server.cancel()
 

@@ -23,7 +23,7 @@ from ft_core.comm.rendezvous import EpochStore, Stores
 from ft_core.errors import AuthenticationError
 from ft_core.net.transport import TcpTransport
 from ft_core.process.descriptors import raise_limit
-from ft_core.protocol import door, handshake
+from ft_core.protocol import acceptor, handshake
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.channel import Channel
 from ft_core.protocol.codec import Decoder
@@ -37,7 +37,7 @@ SECRET = b"transport test secret"
 ANYTHING: Decoder[Any] = Decoder(Any)
 MEMBERS = 2000
 MANY = 300
-assert MANY > door.MAX_GUESTS
+assert MANY > acceptor.MAX_GUESTS
 
 
 class Silent:
@@ -122,11 +122,11 @@ def test_silent_connections_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     before = len(os.listdir("/proc/self/fd"))
     sockets = [socket.create_connection(split_address(stores.address)) for _ in range(MANY)]
     try:
-        for sock in sockets[: MANY - door.MAX_GUESTS]:
+        for sock in sockets[: MANY - acceptor.MAX_GUESTS]:
             sock.settimeout(60)
             assert not sock.recv(100)
         held = len(os.listdir("/proc/self/fd")) - before - MANY
-        assert held <= door.MAX_GUESTS + 3
+        assert held <= acceptor.MAX_GUESTS + 3
         store = EpochStore(stores.address, SECRET, 1, 0)
         store.set("k", "v")
         assert store.get("k") == b"v"
@@ -184,7 +184,7 @@ class Busy:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        serving = asyncio.create_task(door.serve(self._sock, SECRET, "a test", self._connected))
+        serving = asyncio.create_task(acceptor.serve(self._sock, SECRET, "a test", self._connected))
         self._work()
         await self._over.wait()
         serving.cancel()
@@ -220,7 +220,7 @@ def test_members_that_come_at_once_to_a_busy_machine_all_get_in(
     strangers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the first try, in a loop that takes its time to go round once."""
-    monkeypatch.setattr(door, "ANSWER", 3600.0)
+    monkeypatch.setattr(acceptor, "ANSWER", 3600.0)
     monkeypatch.setattr(handshake, "SECONDS", 3600.0)
     monkeypatch.setattr(handshake, "PATIENCE", 3600.0)
     backlog = int(Path("/proc/sys/net/core/somaxconn").read_text())
@@ -245,9 +245,9 @@ def test_members_that_come_at_once_to_a_busy_machine_all_get_in(
 
 
 @pytest.fixture
-def lobby(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lobby]:
-    monkeypatch.setattr(door, "MAX_GUESTS", 3)
-    monkeypatch.setattr(door, "MAX_KNOWN", 2)
+def pending(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lobby]:
+    monkeypatch.setattr(acceptor, "MAX_GUESTS", 3)
+    monkeypatch.setattr(acceptor, "MAX_KNOWN", 2)
     with ExitStack() as stack:
         yield Lobby(stack)
 
@@ -256,7 +256,7 @@ class Lobby:
     """Who comes into it, and who has left."""
 
     def __init__(self, stack: ExitStack) -> None:
-        self._stack, self._lobby = stack, door._Lobby()
+        self._stack, self._lobby = stack, acceptor._PendingHandshakes()
         self.left: list[str] = []
         self.room = self._lobby.room
 
@@ -266,51 +266,51 @@ class Lobby:
         )
 
 
-def test_the_oldest_that_says_nothing_makes_room(lobby: Lobby) -> None:
+def test_the_oldest_that_says_nothing_makes_room(pending: Lobby) -> None:
     """No member, nor whoever has said what nobody has read yet."""
-    assert lobby.come("a member")(b"its nonce")
-    lobby.come("unread", unread=True)
-    lobby.come("first")
-    assert lobby.room() == 1
-    lobby.come("second")
-    assert lobby.room() == 2, "who would leave"
-    assert not lobby.come("overheard")(b"its nonce") and lobby.left == ["first"]
-    lobby.come("third")
-    assert lobby.left == ["first", "second"]
+    assert pending.come("a member")(b"its nonce")
+    pending.come("unread", unread=True)
+    pending.come("first")
+    assert pending.room() == 1
+    pending.come("second")
+    assert pending.room() == 2, "who would leave"
+    assert not pending.come("overheard")(b"its nonce") and pending.left == ["first"]
+    pending.come("third")
+    assert pending.left == ["first", "second"]
 
 
-def test_many_of_one_address_are_in_the_way_of_each_other(lobby: Lobby) -> None:
-    lobby.come("a lone one", "elsewhere")
+def test_many_of_one_address_are_in_the_way_of_each_other(pending: Lobby) -> None:
+    pending.come("a lone one", "elsewhere")
     for number in range(5):
-        lobby.come(str(number))
-    assert lobby.left == ["0", "1", "2"]
+        pending.come(str(number))
+    assert pending.left == ["0", "1", "2"]
 
 
-def test_a_lobby_of_those_who_are_not_read_yet_is_full(lobby: Lobby) -> None:
+def test_a_lobby_of_those_who_are_not_read_yet_is_full(pending: Lobby) -> None:
     for number in range(3):
-        lobby.come(str(number), unread=True)
-    assert lobby.room() == 0 and not lobby.left
+        pending.come(str(number), unread=True)
+    assert pending.room() == 0 and not pending.left
 
 
-def test_members_wait_for_members_that_do_answer(lobby: Lobby, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_members_wait_for_members_that_do_answer(pending: Lobby, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what repeats their first words, and cannot answer, keeps them out for a moment only."""
-    assert lobby.come("first")(b"1") and lobby.room() and lobby.come("second")(b"2")
-    assert lobby.room() == 0
-    monkeypatch.setattr(door, "ANSWER", 0.0)
-    assert lobby.room() and lobby.come("third")(b"3") and lobby.left == ["first"]
+    assert pending.come("first")(b"1") and pending.room() and pending.come("second")(b"2")
+    assert pending.room() == 0
+    monkeypatch.setattr(acceptor, "ANSWER", 0.0)
+    assert pending.room() and pending.come("third")(b"3") and pending.left == ["first"]
 
 
 def test_what_was_overheard_is_remembered_while_it_is_worth_something(
-    lobby: Lobby, monkeypatch: pytest.MonkeyPatch
+    pending: Lobby, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = time.monotonic()
-    monkeypatch.setattr(door.time, "monotonic", lambda: now)
+    monkeypatch.setattr(acceptor.time, "monotonic", lambda: now)
     for number in range(10):
-        assert lobby.come(str(number))(b"%d" % number)
-    assert not lobby.come("again")(b"3")
+        assert pending.come(str(number))(b"%d" % number)
+    assert not pending.come("again")(b"3")
     now += 2 * handshake.FRESH + 1
-    assert lobby.come("later")(b"new")
-    assert list(lobby._lobby._heard) == [b"new"]
+    assert pending.come("later")(b"new")
+    assert list(pending._lobby._heard) == [b"new"]
 
 
 def test_where_a_connection_comes_from() -> None:
@@ -413,8 +413,8 @@ def test_a_flood_of_strangers_keeps_no_member_out(kind: str, word: bytes) -> Non
 
 def test_members_get_in_where_many_repeat_what_they_have_overheard(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than there is room for, of what members have just said to a former server at this port."""
-    monkeypatch.setattr(door, "MAX_KNOWN", 64)
-    monkeypatch.setattr(door, "ANSWER", 0.2)
+    monkeypatch.setattr(acceptor, "MAX_KNOWN", 64)
+    monkeypatch.setattr(acceptor, "ANSWER", 0.2)
     monkeypatch.setattr(handshake, "PATIENCE", 3600.0)
     server = Busy(0.0)
     server.begin()

@@ -23,13 +23,13 @@ from waiting import wait_for_value
 from ft_core.node.workers import processes as workers
 from ft_core.node.workers.processes import WorkerPool
 from ft_core.process import ending
-from ft_core.protocol import door
+from ft_core.protocol import acceptor
 from ft_core.protocol import messages as m
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.connection import Connection
 from ft_core.protocol.sockets import listen
 from ft_core.settings import Command
-from ft_core.worker import former
+from ft_core.worker import predecessor_cleanup
 
 SECRET = b"secret"
 
@@ -77,7 +77,7 @@ async def end(tmp_path: Path, kind: str, kill: bool) -> list[Any]:
                 pool.heard(hello.worker)
                 ready.set()
 
-    serving = asyncio.create_task(door.serve(listen(address), SECRET, "test", accept))
+    serving = asyncio.create_task(acceptor.serve(listen(address), SECRET, "test", accept))
     pool.open(Tee())  # type: ignore[arg-type]
     pid = pool.start(0, -1)
     await ready.wait()
@@ -152,10 +152,10 @@ def chosen_port(kind: int) -> int:
 )
 def test_a_port_that_a_script_has_chosen_is_seen(how: str, kind: int) -> None:
     with listening(chosen_port(kind), how) as pid:
-        assert former.has_chosen_port(pid)
+        assert predecessor_cleanup.has_chosen_port(pid)
     with listening(0, how) as pid:
-        assert not former.has_chosen_port(pid), "nobody asks the kernel for the same one again"
-    assert former.has_chosen_port(pid), "of one whose files cannot be seen that is not known"
+        assert not predecessor_cleanup.has_chosen_port(pid), "nobody asks the kernel for the same one again"
+    assert predecessor_cleanup.has_chosen_port(pid), "of one whose files cannot be seen that is not known"
 
 
 def test_what_is_waited_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -167,12 +167,14 @@ def test_what_is_waited_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
         return 9 if left[pid] >= 0 else None
 
     monkeypatch.setattr(ending, "status", status)
-    assert former.wait(0, [7], to_the_end=False, holds_port=lambda pid: False) and left[7] == 2
-    assert former.wait(0, [7, 8], to_the_end=True, holds_port=lambda pid: False) and left[7] == -1
+    assert predecessor_cleanup.wait(0, [7], to_the_end=False, holds_port=lambda pid: False) and left[7] == 2
+    assert (
+        predecessor_cleanup.wait(0, [7, 8], to_the_end=True, holds_port=lambda pid: False) and left[7] == -1
+    )
     left[7] = 3
-    assert former.wait(0, [7], to_the_end=False, holds_port=lambda pid: True) and left[7] == -1
+    assert predecessor_cleanup.wait(0, [7], to_the_end=False, holds_port=lambda pid: True) and left[7] == -1
     left[7] = sys.maxsize
-    assert not former.wait(0, [7], to_the_end=True, limit=0.0)
+    assert not predecessor_cleanup.wait(0, [7], to_the_end=True, limit=0.0)
     assert "has not ended process 7" in caplog.text
 
 

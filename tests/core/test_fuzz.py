@@ -37,7 +37,7 @@ from ft_core.comm.rendezvous import EpochStore, Stores
 from ft_core.errors import ProtocolError
 from ft_core.net.transport import TcpTransport
 from ft_core.process import refusals
-from ft_core.protocol import door, handshake, messages, pulses, store, transfers
+from ft_core.protocol import acceptor, handshake, messages, pulses, store, transfers
 from ft_core.protocol.codec import MAX_BYTES, Decoder, encode
 from ft_core.protocol.framing import HEADER, Frames
 from ft_core.protocol.sockets import listen, listener_of, split_address
@@ -353,7 +353,7 @@ def test_an_agent_refuses_nonsense_at_its_workers_socket(
             agent.serve()
             await fleet.event("resumed")
             serving = asyncio.create_task(
-                door.serve(listen(address), agent.secret, "node0", agent._accept_worker)
+                acceptor.serve(listen(address), agent.secret, "node0", agent._accept_worker)
             )
             with no_memory():
                 await asyncio.to_thread(strangers, address)

@@ -31,7 +31,7 @@ from ft_core.cli.launcher import Launcher
 from ft_core.errors import FAILED_NOTE, AuthenticationError, ProtocolError
 from ft_core.process import refusals
 from ft_core.process.tasks import Tasks
-from ft_core.protocol import door
+from ft_core.protocol import acceptor
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.channel import Channel
 from ft_core.protocol.connection import Connection
@@ -98,7 +98,7 @@ class Agent:
     async def connections(self) -> AsyncIterator[Connection]:
         """One after the other, as the agent makes them."""
         found: asyncio.Queue[Connection] = asyncio.Queue()
-        server = asyncio.create_task(door.serve(self.sock, self.secret, "a test", found.put))
+        server = asyncio.create_task(acceptor.serve(self.sock, self.secret, "a test", found.put))
         try:
             while True:
                 async with asyncio.timeout(60):
@@ -506,7 +506,9 @@ def test_a_controller_that_cannot_be_understood_ends_the_agent(tmp_path: Path) -
                 await channel.recv()
             connection.close()
 
-        server = asyncio.create_task(door.serve(sock := listen("127.0.0.1"), fleet.secret, "a test", serve))
+        server = asyncio.create_task(
+            acceptor.serve(sock := listen("127.0.0.1"), fleet.secret, "a test", serve)
+        )
         port = sock.getsockname()[1]
         settings = dataclasses.replace(fleet.settings, controller=f"127.0.0.1:{port}")
         agent = RealAgent(settings, fleet.job_dir, "agent", 0)

@@ -14,7 +14,7 @@ from core.real_agent import RealAgent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_core.control.tree import Branch
+from ft_core.control.relays import Branch
 from ft_core.errors import ProtocolError
 from ft_core.node import events as e
 from ft_core.node.link.relay import Relay

@@ -62,7 +62,7 @@ class Errors:
     job: SimJob
     bugs: list[Bug] = field(default_factory=list)
     stray: Stray | None = None
-    astray: set[SimWorker] = field(default_factory=set)
+    diverged: set[SimWorker] = field(default_factory=set)
     """Who did something else than the others once, and is in no exchange of theirs."""
     _known: set[tuple[int, int]] = field(default_factory=set)
     _tries: dict[tuple[int, int], list[float]] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Errors:
         if found is None or (found.role, found.version) != (worker.role, worker.version) or not found.times:
             return False
         found.times -= 1
-        self.astray.add(worker)
+        self.diverged.add(worker)
         worker.node.job.world.trace(f"{worker.name} does something else than the others")
         return True
 

@@ -345,7 +345,7 @@ def diverge(job: SimJob, rng: Random) -> None:
 def stray(job: SimJob, rng: Random) -> None:
     """A role does something else than the others in one of the next steps, perhaps again and again."""
     role, version = rng.randrange(job.training.roles), job.training.newest + rng.choice((1, 2))
-    job.world.trace(f"role {role} goes astray after version {version}")
+    job.world.trace(f"role {role} diverges after version {version}")
     job.errors.stray = Stray(role, version, rng.choice((1, 1, 2, 3, 12)))
 
 

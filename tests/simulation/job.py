@@ -596,7 +596,7 @@ class SimJob:
             workers = [w for w in there if w.alive and w.plays and w.role == role]
             # It was stopped until then.
             just_now = node is not None and self.world.now - node.trouble_at < 1.0
-            well = [w for w in workers if not w.hung and not w.stopped and w not in self.errors.astray]
+            well = [w for w in workers if not w.hung and not w.stopped and w not in self.errors.diverged]
             if well and not just_now:
                 raise Invariant.BLAME.broken(f"role {role} is well, and is taken for hung: {event.reason}")
 

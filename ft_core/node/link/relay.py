@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Callable
 
 from ft_core.errors import AuthenticationError, ProtocolError
-from ft_core.protocol import door
+from ft_core.protocol import acceptor
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.bundle import LARGE, OWN, Bundle, Part, Raw, pack
 from ft_core.protocol.codec import encode
@@ -61,7 +61,7 @@ class Relay:
 
     async def serve(self) -> None:
         """Until cancelled."""
-        await door.serve(self._listener, self._secret, self._who, self._accept)
+        await acceptor.serve(self._listener, self._secret, self._who, self._accept)
 
     def connected(self, send: Callable[[bytes], None]) -> None:
         """The controller serves this agent itself: `send` sends it bytes."""

@@ -8,9 +8,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ft_core.worker import former
+from ft_core.worker import predecessor_cleanup
 
-real = former.wait
+real = predecessor_cleanup.wait
 
 
 def wait(*about: Any, **more: Any) -> bool:
@@ -22,4 +22,4 @@ def wait(*about: Any, **more: Any) -> bool:
 
 
 if "FT_TESTS_OWN_ERROR" in os.environ:
-    former.wait = wait
+    predecessor_cleanup.wait = wait

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ft_core.control.liveness.hangs.divergence import diverged
 from ft_core.control.liveness.hangs.graph import Waits
-from ft_core.control.liveness.hangs.habit import astray
 from ft_core.control.liveness.hangs.operations import (
     BLOCKED,
     STOPPED,
@@ -127,7 +127,7 @@ class Case:
         """They wait for each other."""
         pivots = self.waits.pivots(roles)
         suspects = pivots or sorted(roles)  # of one role's fault all circles go through it
-        strange = astray(self.flights, suspects)
+        strange = diverged(self.flights, suspects)
         free = [role for role in suspects if not self.flights[role].waits_for_sure]
         for found in (strange.one, pivots, free):
             if len(found) == 1:
@@ -153,7 +153,7 @@ class Case:
             if most > second and len(few) < most:
                 ranked, sure = few, len(few) if len(few) <= SUSPECTS else 0
             else:
-                strange = astray(self.flights, here)
+                strange = diverged(self.flights, here)
                 sure = len(strange.one)
                 ranked = [*strange.roles, *(role for role in here if role not in strange.roles)]
             return self._differ(operation, here, ranked, sure)

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from ft_core.net.transport import TcpTransport
-from ft_core.node.link import reach
+from ft_core.node.link import probe
 from ft_core.node.link.inquiries import Inquiries
 from ft_core.node.link.pulse import Loop
 from ft_core.protocol.sockets import reserve
@@ -18,7 +18,7 @@ SECRET = b"a job's secret"
 
 
 def test_nodes_are_reached_refused_or_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reach, "PROBE", 60.0)
+    monkeypatch.setattr(probe, "PROBE", 60.0)
     store = NodeStore()
     loop = Loop()
     inquiries = Inquiries("there", store, loop.stalled)
@@ -30,20 +30,20 @@ def test_nodes_are_reached_refused_or_silent(monkeypatch: pytest.MonkeyPatch) ->
         nodes = {"gone": f"127.0.0.1:{gone.getsockname()[1]}"}
         nodes |= {"there": there.address, "stranger": stranger.address}
         try:
-            found = asyncio.run(reach.probe(nodes, SECRET, stalled=60))
+            found = asyncio.run(probe.probe(nodes, SECRET, stalled=60))
             assert found == {
                 "gone": "refused",
                 "there": "reached",
                 "stranger": "silent",
             }
             alone = {"there": there.address}
-            assert asyncio.run(reach.probe(alone, SECRET, stalled=1e-9)) == {"there": "silent"}, (
+            assert asyncio.run(probe.probe(alone, SECRET, stalled=1e-9)) == {"there": "silent"}, (
                 "a thread of it answers, and says that its event loop does not turn"
             )
             loop.turned()
-            assert asyncio.run(reach.probe(alone, SECRET, stalled=60)) == {"there": "reached"}
-            monkeypatch.setattr(reach, "PROBE", 0.5)
-            assert asyncio.run(reach.probe(silent, SECRET, stalled=60)) == {"stopped": "silent"}
+            assert asyncio.run(probe.probe(alone, SECRET, stalled=60)) == {"there": "reached"}
+            monkeypatch.setattr(probe, "PROBE", 0.5)
+            assert asyncio.run(probe.probe(silent, SECRET, stalled=60)) == {"stopped": "silent"}
         finally:
             there.close()
             stranger.close()

@@ -17,7 +17,7 @@ from ft_core.control.liveness.hangs.operations import Alike, Flight, Operation
 _CONTEXTS = (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
 """So many operations before another are compared, as many as there are elsewhere. One: as a step begins."""
 _NEW = 48
-"""The newest operations of a role, in which it may have gone astray."""
+"""The newest operations of a role, in which it may have diverged."""
 _COMPARED = 96
 """Roles that are compared with each other, at most."""
 _ENOUGH = 2
@@ -31,7 +31,7 @@ Place = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Astray:
+class Diverged:
     """Roles that have done what nobody else does, those first that did it last. `surely`: so many of them can
     have had no reason for it; the others may have begun something new, which their peers have left out."""
 
@@ -44,7 +44,7 @@ class Astray:
         return self.roles[:1] if self.surely == 1 else ()
 
 
-class Habits:
+class UsualOrder:
     """What comes after what, in the records of many roles."""
 
     def __init__(self, done: Mapping[int, Sequence[tuple[Operation, Alike, int]]]) -> None:
@@ -167,28 +167,28 @@ class Habits:
         return resized or not self.is_first(role, at)
 
 
-def astray(flights: Mapping[int, Flight], suspects: Collection[int]) -> Astray:
-    """Those of `suspects` that have left the habit."""
+def diverged(flights: Mapping[int, Flight], suspects: Collection[int]) -> Diverged:
+    """Those of `suspects` that have left the usual order."""
     few = sorted(role for role in suspects if role in flights)[:_COMPARED]
     others = sorted(
         set(flights) - set(few), key=lambda role: min((abs(role - each) for each in few), default=0)
     )
     compared = [*few, *others[: _COMPARED - len(few)]]
-    habits = Habits({role: flights[role].done for role in compared})
+    usual = UsualOrder({role: flights[role].done for role in compared})
     left: dict[int, list[tuple[int, str]]] = {}
 
     def odd(role: int) -> list[tuple[int, str]]:
         if role not in left:
-            left[role] = _left(habits, role, flights[role])
+            left[role] = _left(usual, role, flights[role])
         return left[role]
 
     def together(role: int, operation: Operation) -> bool:
         """Whether another one does the same as new."""
         return any(
-            operation == habits.operations[other][at]
+            operation == usual.operations[other][at]
             for other in operation.roles
             if other != role
-            and other in habits.operations
+            and other in usual.operations
             and operation in flights[other].records
             and flights[other].about(operation) == flights[role].about(operation)
             for at, _ in odd(other)
@@ -197,22 +197,22 @@ def astray(flights: Mapping[int, Flight], suspects: Collection[int]) -> Astray:
     found: dict[int, tuple[bool, int]] = {}
     for role in few:
         for at, how in odd(role):
-            if how != "new" and not together(role, habits.operations[role][at]):
+            if how != "new" and not together(role, usual.operations[role][at]):
                 sure = how == "strange"
-                ago = len(habits.sequences[role]) - at
+                ago = len(usual.sequences[role]) - at
                 found[role] = max(found.get(role, (False, 0)), (sure, -ago))
     ranked = sorted(found, key=lambda role: found[role], reverse=True)
-    return Astray(tuple(ranked), sum(sure for sure, _ in found.values()))
+    return Diverged(tuple(ranked), sum(sure for sure, _ in found.values()))
 
 
-def _left(habits: Habits, role: int, flight: Flight) -> list[tuple[int, str]]:
+def _left(usual: UsualOrder, role: int, flight: Flight) -> list[tuple[int, str]]:
     """Where of late a role has not done what is usual, and how it was."""
-    sequence, found = habits.sequences[role], []
+    sequence, found = usual.sequences[role], []
     unknown: int | None = None
     for at in range(max(0, len(sequence) - _NEW), len(sequence)):
-        how = habits.judge(role, at, unknown)
-        operation = habits.operations[role][at]
-        if not flight.records[operation].under_way and habits.is_first(role, at):
+        how = usual.judge(role, at, unknown)
+        operation = usual.operations[role][at]
+        if not flight.records[operation].under_way and usual.is_first(role, at):
             how = "new"  # all who take part in it agree
         if how != "usual":
             found.append((at, how))

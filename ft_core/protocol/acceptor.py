@@ -1,10 +1,10 @@
-"""Taking connections: strangers keep nobody out, and nobody who is expected is turned away.
+"""Accepts connections: strangers keep no member out, and nobody who is expected is turned away.
 
-Members speak first, and are known by their first bytes. A connection that has not said such waits on the
-porch, where it takes a descriptor and next to nobody's time; when there are too many the oldest goes, of the
-address that has most. Who has said something else is let in now and then. All who are in the handshake are
-guests in the lobby, members apart, who stay as long as a busy machine takes; of the others one that says
-nothing more makes room for the next, but not whoever has said something that nobody has read yet.
+Members speak first, and are known by their first bytes. A connection that has not said such takes a
+descriptor and next to nobody's time; when there are too many the oldest goes, of the address that has most.
+Who has said something else is let into the handshake now and then. Of the handshakes that are pending, those
+of members are counted apart, and last as long as a busy machine takes; of the others one that says nothing
+more makes room for the next, but not one that has said something that nobody has read yet.
 
 The kernel could keep the silent ones (TCP_DEFER_ACCEPT), but among those whose connections are just being
 made, of whom it has few: a thousand a second would leave no place to members there.
@@ -56,21 +56,21 @@ _LOOK = 1.0
 
 
 @dataclass(frozen=True)
-class _Guest:
+class _Pending:
     since: float
     source: str
     leave: Callable[[], None]
     unread: Callable[[], bool]
 
 
-class _Lobby:
+class _PendingHandshakes:
     """The connections that have not shaken hands yet."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
-        self._strangers: dict[int, _Guest] = {}
-        self._known: dict[int, _Guest] = {}
+        self._strangers: dict[int, _Pending] = {}
+        self._known: dict[int, _Pending] = {}
         self._heard: dict[bytes, float] = {}
         """What members began with, and when."""
 
@@ -92,7 +92,7 @@ class _Lobby:
         given is to be called with what a member has begun with (see `handshake`): from then on it goes last;
         and returns False if somebody has said the same before."""
         number = next(self._numbers)
-        guest = _Guest(time.monotonic(), source, leave, unread)
+        guest = _Pending(time.monotonic(), source, leave, unread)
 
         def known(claim: bytes) -> bool:
             with self._lock:
@@ -147,7 +147,7 @@ class _Lobby:
         return False
 
 
-lobby = _Lobby()
+pending = _PendingHandshakes()
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class _Porch:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _ENOUGH)
             self._epoll.register(sock, select.EPOLLIN | select.EPOLLRDHUP)
             self._keep(sock, said=False)
-        elif (claim := handshake.claim_of(self._secret, self._name, hello)) and not lobby.has_heard(claim):
+        elif (claim := handshake.claim_of(self._secret, self._name, hello)) and not pending.has_heard(claim):
             found.append(sock)
         else:
             self._keep(sock, said=True)
@@ -294,7 +294,7 @@ def connections(
     porch: _Porch | None = None
     try:
         while True:
-            while not (room := lobby.room()):
+            while not (room := pending.room()):
                 time.sleep(_SOON)
             try:
                 porch = porch or _Porch(sock, secret)
@@ -320,8 +320,8 @@ async def serve(
     """The same for an event loop, until cancelled: a task runs `connected` for each. Closes `sock`."""
     loop = asyncio.get_running_loop()
     with sock, contextlib.closing(_Porch(sock, secret)) as porch:
-        while True:  # those who came in last are in the lobby by now
-            while not (room := lobby.room()):
+        while True:  # those who came in last are pending by now
+            while not (room := pending.room()):
                 await asyncio.sleep(_SOON)
             await _something(loop, porch)
             try:

@@ -13,7 +13,7 @@ import pytest
 
 from ft_core.node.workers import orphans
 from ft_core.process.signals import catches
-from ft_core.worker import former
+from ft_core.worker import predecessor_cleanup
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 def test_one_that_is_gone_between_two_looks(
     look: str, process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not former.has_chosen_port(process.pid)
+    assert not predecessor_cleanup.has_chosen_port(process.pid)
     real = getattr(Path, look)
 
     def goes(path: Path) -> Any:
@@ -42,8 +42,8 @@ def test_one_that_is_gone_between_two_looks(
         return found
 
     monkeypatch.setattr(Path, look, goes)
-    assert former.has_chosen_port(process.pid), "it may: that it is gone is for others to see"
-    assert former.wait(0, [process.pid], to_the_end=True)
+    assert predecessor_cleanup.has_chosen_port(process.pid), "it may: that it is gone is for others to see"
+    assert predecessor_cleanup.wait(0, [process.pid], to_the_end=True)
 
 
 def test_names_that_are_no_text(process: subprocess.Popen[bytes]) -> None:
