@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import mmap
 import os
 import re
@@ -34,6 +35,8 @@ from ft_core.state.manifest import Segment
 from ft_core.state.memory import SnapshotBuffer, anonymous, copy_bytes
 from ft_core.state.snapshot import ENVELOPE, verify
 from ft_core.state.store import NodeStore, RoleMemory
+
+log = logging.getLogger(__name__)
 
 KEEP = 2
 """Complete checkpoints that are kept, and incomplete ones that others may still be writing."""
@@ -239,16 +242,25 @@ def open_role(directory: str, name: str, role: int) -> tuple[list[Segment], Call
         paths = [base / _SEGMENTS / Path(name).name for name in names]
         found = [_layout(path) for path in paths]
 
+    def read(buffer: SnapshotBuffer) -> None:
+        for index, (path, (_, sums, start)) in enumerate(zip(paths, found, strict=True)):
+            with path.open("rb", buffering=0) as file:
+                file.seek(start)
+                _read(file, buffer.data(index), path)
+            table = buffer.checksums(index)
+            for chunk, value in enumerate(sums):
+                table[chunk] = value
+        verify(buffer)
+
     def fill(buffer: SnapshotBuffer) -> None:
         with _reading(base, role):
-            for index, (path, (_, sums, start)) in enumerate(zip(paths, found, strict=True)):
-                with path.open("rb", buffering=0) as file:
-                    file.seek(start)
-                    _read(file, buffer.data(index), path)
-                table = buffer.checksums(index)
-                for chunk, value in enumerate(sums):
-                    table[chunk] = value
-            verify(buffer)
+            try:
+                read(buffer)
+            except CorruptSnapshot as error:  # it may be this node that reads badly, and others depend on it
+                log.warning("durable checkpoint %s, role %d: %s; it is read once more", base, role, error)
+                for path in paths:
+                    _forget_cached(path)
+                read(buffer)
 
     return [segment for segment, _, _ in found], fill
 
@@ -336,6 +348,12 @@ def _read(file: BinaryIO, into: memoryview, path: Path) -> None:
         if not (count := file.readinto(into[:_PIECE])):  # type: ignore[attr-defined]
             raise CorruptSnapshot(f"{path.name} has become shorter")
         into = into[count:]
+
+
+def _forget_cached(path: Path) -> None:
+    """Let what is read next come from storage, as far as the kernel does as it is asked."""
+    with path.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _remove(base: Path) -> None:

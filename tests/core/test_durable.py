@@ -139,6 +139,23 @@ def test_a_damaged_one_gives_way_to_an_older_one(damage, what: str, tmp_path: Pa
     assert versions(tmp_path) == [5, 10]
 
 
+def test_what_one_node_has_read_wrongly_once_is_read_again(
+    tmp_path: Path, store: NodeStore, monkeypatch: pytest.MonkeyPatch
+):
+    """It is there for all others as well: one bad cable is to cost nobody a checkpoint."""
+    base = write(tmp_path, 5, store)
+    expected, really, wrong = read(base), durable._read, [True]
+
+    def badly(file: Any, into: memoryview, path: Path) -> None:
+        really(file, into, path)
+        if wrong:
+            wrong.clear()
+            into[-1] ^= 1
+
+    monkeypatch.setattr(durable, "_read", badly)
+    assert read(base) == expected and not wrong and versions(tmp_path) == [5]
+
+
 def test_nothing_is_unpickled(tmp_path: Path, store: NodeStore, monkeypatch: pytest.MonkeyPatch):
     """Whoever can write to the storage may change what is trained, but not run code in an agent."""
     path = write(tmp_path, 5, store)
