@@ -30,9 +30,13 @@ class Row:
 
 
 def table() -> list[Row]:
+    """One row for each error, in the order of `CASES`. A line of the table may have several, of one class,
+    that lead to the same."""
     section = DOCUMENT.read_text().partition("## What an error leads to")[2].partition("\n## ")[0]
     cells = [re.findall(r"(?<=\|) (.*?) (?=\|)", line) for line in section.splitlines() if line[:1] == "|"]
-    return [Row(row[0], Fault(row[1]), *row[2:]) for row in cells[1:] if row]
+    rows = [Row(error, Fault(row[1]), *row[2:]) for row in cells[1:] if row for error in row[0].split("; ")]
+    order = [*CASES, NODE]
+    return sorted(rows, key=lambda row: order.index(row.error) if row.error in order else -1)
 
 
 @dataclass(frozen=True)
@@ -78,33 +82,25 @@ LOADER = """
 """
 CASES: dict[str, Script | Killed | Own] = {
     "an exception of the script's": Script("raise ValueError('no')"),
-    "an exception of the script's in start-up, or in the first step": Script("1 / 0", -1, False),
-    "an exception in the start-up of a successor, where its predecessor had none": Script("1 / 0", -1),
-    "CUDA: device-side assert (an index out of range, say)": Script(
-        RUNTIME(CUDA("device-side assert triggered"))
-    ),
-    "`ConfigError`: a configuration that cannot work": Script(
-        "from ft_core.errors import ConfigError; raise ConfigError('no')"
-    ),
-    "`ReplayMismatch`: start-up is not deterministic": Script(
-        "from ft_core.errors import ReplayMismatch; raise ReplayMismatch('no')"
-    ),
-    "an error of `ftrun`'s own before the script's first line, or after its last": Own(
+    "an exception in start-up or in the first step": Script("1 / 0", -1, False),
+    "an exception in a successor's start-up, where its predecessor had none": Script("1 / 0", -1),
+    "CUDA: device-side assert": Script(RUNTIME(CUDA("device-side assert triggered"))),
+    "`ConfigError`": Script("from ft_core.errors import ConfigError; raise ConfigError('no')"),
+    "`ReplayMismatch`": Script("from ft_core.errors import ReplayMismatch; raise ReplayMismatch('no')"),
+    "`ftrun`'s own, before the script's first line or after its last": Own(
         FileNotFoundError(2, "No such file or directory", "/proc/7/task")
     ),
     "`KeyboardInterrupt`": Script("raise KeyboardInterrupt"),
-    "`sys.exit(3)` in one rank of many": Script("import sys; sys.exit(3)"),
-    '`sys.exit("a message")` in one rank of many': Script("import sys; sys.exit('a message')"),
-    "`os._exit(5)` in one rank of many": Killed(5),
-    "`os._exit(0)` in the middle of training": Killed(0),
+    "`sys.exit(3)`": Script("import sys; sys.exit(3)"),
+    '`sys.exit("a message")`': Script("import sys; sys.exit('a message')"),
+    "`os._exit(5)`": Killed(5),
+    "`os._exit(0)` in training": Killed(0),
     "`MemoryError`": Script("bytearray(1 << 62)"),
     "NumPy or torch cannot allocate host memory": Script("import torch; torch.empty(1 << 60)"),
-    "ENOMEM: a process or a map is refused": Script(
-        "import os, errno; raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))"
-    ),
+    "ENOMEM": Script("import os, errno; raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))"),
     "CUDA out of memory": Script("import torch; raise torch.OutOfMemoryError('CUDA out of memory. Tried')"),
-    "CUDA error: illegal memory access": Script(RUNTIME(CUDA("an illegal memory access was encountered"))),
-    "CUDA error: uncorrectable ECC error": Script(
+    "CUDA: illegal memory access": Script(RUNTIME(CUDA("an illegal memory access was encountered"))),
+    "CUDA: uncorrectable ECC error": Script(
         f"import torch; raise torch.AcceleratorError({CUDA('uncorrectable ECC error encountered')!r})"
     ),
     "cuBLAS, cuDNN: execution failed": Script(RUNTIME("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED")),
@@ -114,48 +110,42 @@ CASES: dict[str, Script | Killed | Own] = {
     "NCCL: remote error, system error": Script(
         "import torch; raise torch.distributed.DistBackendError('NCCL error: ncclRemoteError: A call failed')"
     ),
-    "NCCL: what no exception tells of and `get_error` does, though nobody was lost": Killed(
-        -9, told=Fault.LINK
-    ),
-    "gloo: connection closed, though nobody was lost": Script(
+    "NCCL: what `get_error` alone tells of": Killed(-9, told=Fault.LINK),
+    "gloo: connection closed": Script(
         RUNTIME("[../third_party/gloo/pair.cc:534] Connection closed by peer [127.0.0.1]:3232")
     ),
-    "a collective or a store timed out, though nobody was lost": Script(
+    "a collective or a store timed out": Script(
         RUNTIME("[unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete")
     ),
-    "ENOSPC: storage is full": Script("with open('/dev/full', 'w') as file: file.write('x')"),
-    "EIO: storage is broken": Script("raise OSError(5, 'Input/output error', '/data/tokens.bin')"),
-    "ESTALE: a file of a network's file system is gone": Script(
-        "import errno; raise OSError(errno.ESTALE, 'Stale file handle', '/data/tokens.bin')"
-    ),
+    "ENOSPC": Script("with open('/dev/full', 'w') as file: file.write('x')"),
+    "EIO": Script("raise OSError(5, 'Input/output error', '/data/tokens.bin')"),
+    "ESTALE": Script("import errno; raise OSError(errno.ESTALE, 'Stale file handle', '/data/tokens.bin')"),
     "`torch.save` onto a full disk": Script("import torch; torch.save(torch.zeros(1 << 16), '/dev/full')"),
-    "a full disk in a distributed checkpoint, as the rank that collects all errors raises it": Script(
+    "a full disk in a distributed checkpoint": Script(
         """
         from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
         text = "Worker failure: An error is caught while starting worker 0, error: <class 'OSError'>"
         raise CheckpointException("write", {1: _wrap_exception(RuntimeError(text))})
         """
     ),
-    "the same, on ranks that are told no more than that it has failed": Script(
+    "a distributed checkpoint failed on another rank": Script(
         "from torch.distributed.checkpoint.api import CheckpointException as E; raise E('write', {})"
     ),
     "ENOSPC in a loader's process": Script(
         LOADER.format("raise OSError(28, 'No space left on device', '/cache')")
     ),
-    "a loader's process was killed": Script(LOADER.format("os.kill(os.getpid(), signal.SIGKILL)")),
-    "a loader's process ended of a bus error (`/dev/shm` is full)": Script(
+    "a loader was killed": Script(LOADER.format("os.kill(os.getpid(), signal.SIGKILL)")),
+    "a loader's bus error (`/dev/shm` is full)": Script(
         RUNTIME("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that")
     ),
     "SIGKILL, nobody knows of whom": Killed(-signal.SIGKILL),
-    "SIGKILL of the kernel's OOM killer, as the cgroup's count or the kernel's log shows": Killed(
-        -signal.SIGKILL, out_of_memory=True
-    ),
+    "SIGKILL of the kernel's OOM killer": Killed(-signal.SIGKILL, out_of_memory=True),
     "SIGSEGV": Killed(-signal.SIGSEGV),
     "SIGBUS": Killed(-signal.SIGBUS),
     "SIGABRT": Killed(-signal.SIGABRT),
-    "SIGTERM to the worker alone": Killed(-signal.SIGTERM),
-    "SIGINT to the worker alone, which does not handle it": Killed(-signal.SIGINT),
-    "`ftctl kill --role`, or another order of the controller's": Killed(-signal.SIGKILL, ordered=True),
+    "SIGTERM": Killed(-signal.SIGTERM),
+    "SIGINT": Killed(-signal.SIGINT),
+    "`ftctl kill --role`, or another order": Killed(-signal.SIGKILL, ordered=True),
 }
 NODE = "a whole node is lost"
 TABLE = table()

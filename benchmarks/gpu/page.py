@@ -14,7 +14,7 @@ BEGIN, END = "<!-- measured: written by benchmarks.gpu.page -->", "<!-- end of w
 def section(result: Path) -> str:
     """What is between the two marks."""
     if not result.exists():
-        return "Nothing yet: no task so far had a device."
+        return "Nothing yet: there was no device."
     found = json.loads(result.read_text())
     device, machine = found["device"], found["machine"]
     software = f"torch {machine['torch']}, CUDA {device['cuda']}, NCCL {device['nccl']}"

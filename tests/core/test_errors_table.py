@@ -100,7 +100,7 @@ def test_a_node_that_is_lost() -> None:
     assert strike.fault is Fault.NODE
 
 
-@pytest.mark.parametrize("text", ["ENOSPC: storage is full", "EIO: storage is broken"])
+@pytest.mark.parametrize("text", ["ENOSPC", "EIO"])
 def test_an_error_of_storage_comes_with_its_path(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
