@@ -27,7 +27,7 @@ class FtError(Exception):
     """Base class: catch this to catch everything the engine raises on purpose."""
 
 
-class EpochChanged(FtError):  # noqa: N818 - a control-flow signal, named after the event as in DESIGN.md
+class EpochChanged(FtError):  # noqa: N818 - a control-flow signal, named after the event
     """The job moved to a new epoch; the current step is abandoned and `Session.protect` takes over."""
 
 
