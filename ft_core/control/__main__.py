@@ -12,9 +12,9 @@ from ft_core.control.lead import candidate
 from ft_core.control.shell import LAST_LINES, Shell
 from ft_core.errors import FAILED, ConfigError
 from ft_core.process import collector, last_line, parent
+from ft_core.process.async_writer import console, log_to_console, say
 from ft_core.process.descriptors import check_limit
 from ft_core.process.lines import LOG_CONTEXT
-from ft_core.process.outlet import console, log_to_console, say
 from ft_core.settings import Settings
 
 log = logging.getLogger("ft_core.control")

@@ -57,10 +57,10 @@ from ft_core.errors import AuthenticationError, ConfigError, ProtocolError
 from ft_core.leadership.base import Notes
 from ft_core.leadership.lease import Lease, clock
 from ft_core.process import parent, sigterm
+from ft_core.process.async_writer import FileWriter, say
 from ft_core.process.awake import AwakeClock
 from ft_core.process.collector import WhenQuiet
 from ft_core.process.lines import LOG_CONTEXT
-from ft_core.process.outlet import FileOutlet, say
 from ft_core.process.refusals import Refusals
 from ft_core.process.tasks import Tasks
 from ft_core.protocol import acceptor, handshake
@@ -117,7 +117,7 @@ class LeaderContext:
     """What a controller has by its election."""
 
     lease: Lease
-    keeper: LeaseRenewer
+    renewer: LeaseRenewer
     address: str
     """Where it is to listen."""
     notes: Notes
@@ -136,24 +136,24 @@ class Shell:
         settings: Settings,
         job_dir: Path,
         failed_before: int | None = None,
-        office: LeaderContext | None = None,
+        leader: LeaderContext | None = None,
     ) -> None:
         """`failed_before`: None for the job's first controller; else how many in a row have failed until now
-        of an error of their own. `office`: of a controller that was elected."""
+        of an error of their own. `leader`: of a controller that was elected."""
         self.settings, self.job_dir, self._failed_before = settings, job_dir, failed_before
-        self._office, self._lease = office, office.lease if office is not None else Lease(1)
+        self._leader, self._lease = leader, leader.lease if leader is not None else Lease(1)
         self.newer = 0
         """A term above this one, in which somebody leads or has led; 0: none is known."""
         self._held: list[Effect] | None = None
         """The job's end, until that is agreed to by whoever keeps the lease."""
         self._agreed = False
         self._secret = read_secret(job_dir)
-        self.events, self._samples = FileOutlet(job_dir / "events.jsonl"), FileOutlet(job_dir / ledger.NAME)
-        if office is None:
+        self.events, self._samples = FileWriter(job_dir / "events.jsonl"), FileWriter(job_dir / ledger.NAME)
+        if leader is None:
             self.notes, settled = _notes(job_dir / "events.jsonl"), 0.0
             self.job = job_id(job_dir, settings.run_id)
         else:
-            self.notes, settled, self.job = office.notes, office.settled, office.job
+            self.notes, settled, self.job = leader.notes, leader.settled, leader.job
         self.machine = Controller(
             *(settings, str(job_dir), lambda: secrets.token_hex(4), self.notes.recorded),
             job=self.job,
@@ -183,10 +183,10 @@ class Shell:
             return await self._serve()
         finally:
             self._collector.close()
-            for outlet in (self.events, self._samples):
-                outlet.close()
-                if not await asyncio.to_thread(outlet.flush, LAST_LINES):
-                    log.error("%s: its last lines could not be written", self.job_dir / outlet.name)
+            for writer in (self.events, self._samples):
+                writer.close()
+                if not await asyncio.to_thread(writer.flush, LAST_LINES):
+                    log.error("%s: its last lines could not be written", self.job_dir / writer.name)
 
     async def _serve(self) -> int | None:
         self._done = asyncio.get_running_loop().create_future()
@@ -199,7 +199,7 @@ class Shell:
             "step": self.machine.view.account.version,
         }
         http = self._serve_http()
-        if self._office is None:  # or it goes when its node does, see `control.lead.candidate`
+        if self._leader is None:  # or it goes when its node does, see `control.lead.candidate`
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._handle, Terminate())
         tasks.spawn(self._tick())
         tasks.spawn(self._beat())
@@ -270,7 +270,7 @@ class Shell:
 
     async def _listen(self) -> tuple[socket.socket, socket.socket]:
         """For connections, and for pulses at the same port."""
-        address = self.settings.controller if self._office is None else self._office.address
+        address = self.settings.controller if self._leader is None else self._leader.address
         host, port = address.rsplit(":", 1)
         said = False
         while True:
@@ -342,11 +342,11 @@ class Shell:
         ends = [effect.code for effect in effects if isinstance(effect, End)]
         if self._held is not None:
             self._held += effects
-        elif not ends or self._agreed or self._office is None:
+        elif not ends or self._agreed or self._leader is None:
             self._carry_out(effects)
         else:
             self._held = effects
-            self._office.keeper.end(ends[0], self._end_is_agreed)
+            self._leader.renewer.end(ends[0], self._end_is_agreed)
 
     def _end_is_agreed(self) -> None:
         held, self._held, self._agreed = self._held, None, True
@@ -397,12 +397,12 @@ class Shell:
         """For a successor on another machine."""
         spent, at = record.more.get("spent"), time.time()
         news = spent is not None or self.notes.recorded.get(record.event, 0) < record.epoch
-        if self._office is None or not news:
+        if self._leader is None or not news:
             return
         recorded = {**self.notes.recorded, record.event: record.epoch}
         about = (self.notes.spent, self.notes.at) if spent is None else (spent, at)
         self.notes = Notes(recorded, self._failed_before or 0, *about)
-        self._office.keeper.note(self.notes)
+        self._leader.renewer.note(self.notes)
 
     def _fail(self, error: Exception) -> None:
         """An error of this controller's own: a successor goes on from what the agents know, a few times."""

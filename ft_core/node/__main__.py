@@ -21,9 +21,9 @@ from ft_core.node.link import pulse
 from ft_core.node.shell import LAST_WORD, NodeShell, kill_node
 from ft_core.node.workers import orphans
 from ft_core.process import collector, last_line, parent
+from ft_core.process.async_writer import console, log_to_console
 from ft_core.process.descriptors import check_limit
 from ft_core.process.lines import LOG_CONTEXT
-from ft_core.process.outlet import console, log_to_console
 from ft_core.settings import Settings, read_secret
 
 log = logging.getLogger("ft_core.node")

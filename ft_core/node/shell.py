@@ -45,10 +45,10 @@ from ft_core.node.workers import departure, flight, orphans
 from ft_core.node.workers.oom import OomKiller
 from ft_core.node.workers.processes import WorkerPool
 from ft_core.process import last_line, parent, sigterm, stacks
+from ft_core.process.async_writer import console, say
 from ft_core.process.awake import AwakeClock
 from ft_core.process.inject import Injector
 from ft_core.process.lines import LOG_CONTEXT
-from ft_core.process.outlet import console, say
 from ft_core.process.refusals import Refusals
 from ft_core.process.stalls import Stalls
 from ft_core.process.tasks import Tasks

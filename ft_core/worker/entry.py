@@ -15,8 +15,8 @@ from ft_core import plugins
 from ft_core.comm import backend, objects
 from ft_core.errors import ConfigError
 from ft_core.process import oom_score, stacks
+from ft_core.process.async_writer import log_beside_script
 from ft_core.process.lines import LOG_CONTEXT
-from ft_core.process.outlet import log_beside_script
 from ft_core.process.stream import has_gpu
 from ft_core.process.timeline import timeline
 from ft_core.protocol.channel import Channel

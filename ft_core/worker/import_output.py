@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Iterator
 
-from ft_core.process.outlet import put
+from ft_core.process.async_writer import put
 
 _kept: list[tuple[int, bytes]] = []
 """Descriptor and bytes. Forks have it, too."""

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ft_core.process import last_line
+from ft_core.process.async_writer import put
 from ft_core.process.lines import LOG_CONTEXT
-from ft_core.process.outlet import put
 from ft_core.worker.console import Console
 
 log = logging.getLogger(__name__)

@@ -148,7 +148,7 @@ async def _serve(agent: RealAgent, pipe: Connection) -> int:
         uplink = agent._uplink
         if uplink._channel is not channel and (channel := uplink._channel) is not None:
             connections += 1
-        heard = agent.connected and uplink._looker.follower._speaker > 0
+        heard = agent.connected and uplink._leader_watcher.follower._speaker > 0
         seen = Seen(*(agent._relay.address, uplink._through, len(agent._relay._others)), heard, connections)
         if seen != shown:
             pipe.send(shown := seen)

@@ -301,7 +301,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     over.set()
     for thread in threading.enumerate():
-        if thread.name in ("ft-looker", "ft-lease"):
+        if thread.name in ("ft-leader-watcher", "ft-lease"):
             thread.join(60)
             assert not thread.is_alive()
 

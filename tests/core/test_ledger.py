@@ -14,18 +14,18 @@ from ft_core.cli.ledger_check import Report, verify
 from ft_core.elastic import ledger
 from ft_core.elastic.ledger import Ledger
 from ft_core.elastic.rules import Deal, Membership
-from ft_core.process.outlet import FileOutlet
+from ft_core.process.async_writer import FileWriter
 
 TURN, TURNS = 2, 3
 
 
 def written(path: Path) -> Ledger:
     """A ledger each line of which is in the file when the call that makes it returns."""
-    outlet = FileOutlet(path)
+    writer = FileWriter(path)
 
     def write(line: str) -> None:
-        outlet.write(line)
-        assert outlet.flush(10)
+        writer.write(line)
+        assert writer.flush(10)
 
     return Ledger(write)
 

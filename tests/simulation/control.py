@@ -304,7 +304,7 @@ class SimController(Process):
             self.job.spent, self.job.noted = (spent, at), number
 
     def _write(self, line: Call) -> None:
-        """As `FileOutlet`: what cannot be written waits, and is lost with this process."""
+        """As `FileWriter`: what cannot be written waits, and is lost with this process."""
         self._unwritten.append(line)
         self._flush()
 

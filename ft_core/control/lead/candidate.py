@@ -41,24 +41,24 @@ async def serve(settings: Settings, job_dir: Path, begins: bool) -> int:
         raise ConfigError(f"{elected.near}, where it is kept who leads, is nowhere: {error}") from None
     with reserve(host) as port:
         address = join_address(host, port.getsockname()[1])
-        keeper = LeaseRenewer(elected, address, begins)
-        while (granted := await _next(keeper)) is not None:
+        renewer = LeaseRenewer(elected, address, begins)
+        while (granted := await _next(renewer)) is not None:
             if isinstance(granted, Over):
                 return granted.code
             log.info("this node leads the job, in term %d", granted.lease.term)
-            about = granted.lease, keeper, address, granted.notes, settled_after(elected.every)
-            office = LeaderContext(*about, granted.job)
-            code = await _lead(Shell(settings, job_dir, granted.notes.failed, office), keeper, granted.notes)
+            about = granted.lease, renewer, address, granted.notes, settled_after(elected.every)
+            leader = LeaderContext(*about, granted.job)
+            code = await _lead(Shell(settings, job_dir, granted.notes.failed, leader), renewer, granted.notes)
             if code is not None:
                 return code
     return 1  # `ftrun` is gone
 
 
-async def _next(keeper: LeaseRenewer) -> Granted | Over | None:
+async def _next(renewer: LeaseRenewer) -> Granted | Over | None:
     """News, once there are some; None if `ftrun` is gone."""
     while not parent.gone():
         try:
-            news = await asyncio.wait_for(keeper.news.get(), _LOOK)
+            news = await asyncio.wait_for(renewer.news.get(), _LOOK)
         except TimeoutError:
             continue
         if isinstance(news, Exception):
@@ -67,15 +67,15 @@ async def _next(keeper: LeaseRenewer) -> Granted | Over | None:
     return None
 
 
-async def _lead(shell: Shell, keeper: LeaseRenewer, notes: Notes) -> int | None:
+async def _lead(shell: Shell, renewer: LeaseRenewer, notes: Notes) -> int | None:
     """The job's exit code; None once it leads no more."""
     began = clock()
     try:
         code = await shell.run()
     except Exception:
         before = notes.failed if clock() - began < _LASTING else 0
-        await asyncio.to_thread(keeper.leave, replace(shell.notes, failed=before + 1))
+        await asyncio.to_thread(renewer.leave, replace(shell.notes, failed=before + 1))
         raise
     if code is None:
-        keeper.resign(floor=shell.newer)
+        renewer.resign(floor=shell.newer)
     return code

@@ -37,7 +37,7 @@ class LeaderWatcher:
         self._looked = asyncio.Event()
         self._warned = float("-inf")
         if elected:
-            threading.Thread(target=self._serve, name="ft-looker", daemon=True).start()
+            threading.Thread(target=self._serve, name="ft-leader-watcher", daemon=True).start()
         else:
             self._take(clock(), leadership.look())
 

@@ -77,7 +77,7 @@ class Uplink:
         this one looks for another way. `handle` is told what happens."""
         self._node, self._secret, self._job, self._relay, self._loop = node, secret, job, relay, loop
         self._patience, self._handle, self._refused = patience, handle, refused
-        self._looker = LeaderWatcher(leadership, self.hang_up, failed)
+        self._leader_watcher = LeaderWatcher(leadership, self.hang_up, failed)
         self._channel: Channel | None = None
         self._through = ""
         """Where somebody speaks for it; empty: nobody does."""
@@ -115,9 +115,9 @@ class Uplink:
         misread = 0
         while not self._ends:
             pause, began, failed = _RECONNECT, time.monotonic(), False
-            if not (leader := self._looker.leader.address):
+            if not (leader := self._leader_watcher.leader.address):
                 self._handle(e.NotConnected("nobody leads the job at present"))
-                await self._looker.next()
+                await self._leader_watcher.next()
                 continue
             try:
                 channel = await self._reach(leader)
@@ -204,10 +204,10 @@ class Uplink:
         attempt = asyncio.ensure_future(AsyncChannel.connect(address, self._secret, _TOLD, timeout, patience))
         try:
             while not attempt.done():
-                look = asyncio.ensure_future(self._looker.next())
+                look = asyncio.ensure_future(self._leader_watcher.next())
                 await asyncio.wait({attempt, look}, return_when=asyncio.FIRST_COMPLETED)
                 look.cancel()
-                if not attempt.done() and self._looker.leader.address not in ("", leader):
+                if not attempt.done() and self._leader_watcher.leader.address not in ("", leader):
                     raise ConnectionAbortedError(f"{leader} leads no more")
             return attempt.result()
         finally:
@@ -215,7 +215,7 @@ class Uplink:
 
     async def _listen(self, channel: Channel, leader: str) -> None:
         """To the controller, until that ends: raises as `AsyncChannel.recv`."""
-        self._channel, follower = channel, self._looker.follower
+        self._channel, follower = channel, self._leader_watcher.follower
         channel.ends_first()
         follower.connected()
         self._handle(e.Connected(max(1, follower.term), self._job))
@@ -232,7 +232,7 @@ class Uplink:
             self._relay.connected(channel.post_encoded)
         message: m.ToAgent | m.UseRelay | Bundle = first
         while True:
-            if not await self._looker.counts():
+            if not await self._leader_watcher.counts():
                 raise ConnectionAbortedError(f"{leader} leads no more, or that is not clear")
             if isinstance(message, m.UseRelay):
                 raise ProtocolError(f"{channel.peer} says who is to speak for this node, which did not ask")
@@ -258,12 +258,12 @@ class Uplink:
         """The address of the leader of that term: who speaks for this agent may have heard of a new one
         before."""
         try:
-            async with asyncio.timeout(self._looker.patience):
-                while 0 < self._looker.leader.term < term:
-                    await self._looker.next()
+            async with asyncio.timeout(self._leader_watcher.patience):
+                while 0 < self._leader_watcher.leader.term < term:
+                    await self._leader_watcher.next()
         except TimeoutError:
             raise ConnectionAbortedError(f"it is not clear where the leader of term {term} is") from None
-        return self._looker.leader.address or leader
+        return self._leader_watcher.leader.address or leader
 
     async def _first(self, channel: Channel, leader: str) -> m.ToAgent | m.UseRelay | Bundle:
         """What the controller says first. Raises ConnectionError if it says nothing through another agent."""

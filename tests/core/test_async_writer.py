@@ -16,7 +16,7 @@ from harness import environment
 from waiting import wait_for_value
 
 from ft_core.process import last_line, refusals
-from ft_core.process.outlet import AsyncWriter, Console, FileOutlet
+from ft_core.process.async_writer import AsyncWriter, Console, FileWriter
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.messages import FROM_CONTROLLER
 
@@ -24,33 +24,33 @@ from ft_core.protocol.messages import FROM_CONTROLLER
 def test_a_full_disk_loses_no_line_and_tears_none(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     path = tmp_path / "lines"
     lines = [f"line {number}\n" for number in range(100)]
-    outlet = FileOutlet(path)
+    lines = FileWriter(path)
     with file_limit(333):
         for line in lines:
-            outlet.write(line)
+            lines.write(line)
         # What there is room for is written.
         wait_for_value(lambda: path.exists() and path.stat().st_size, 333)
-        assert not outlet.flush(0.2)
+        assert not lines.flush(0.2)
         assert path.stat().st_size == 333
-    assert outlet.flush(60)
+    assert lines.flush(60)
     assert path.read_text() == "".join(lines)
 
 
 def test_the_directory_comes_later(tmp_path: Path):
-    outlet = FileOutlet(tmp_path / "gone" / "lines")
-    outlet.write("a\n")
-    assert not outlet.flush(0.2)
+    lines = FileWriter(tmp_path / "gone" / "lines")
+    lines.write("a\n")
+    assert not lines.flush(0.2)
     (tmp_path / "gone").mkdir()
-    assert outlet.flush(60)
+    assert lines.flush(60)
     assert (tmp_path / "gone" / "lines").read_text() == "a\n"
 
 
 def test_a_line_that_a_killed_writer_left_unfinished_goes(tmp_path: Path):
     path = tmp_path / "lines"
     path.write_text("whole\nto")
-    outlet = FileOutlet(path)
-    outlet.write("next\n")
-    assert outlet.flush(60)
+    lines = FileWriter(path)
+    lines.write("next\n")
+    assert lines.flush(60)
     assert path.read_text() == "whole\nnext\n"
 
 
@@ -68,21 +68,21 @@ def fill(pipe: int) -> int:
 def test_an_unread_console_keeps_nobody_waiting():
     reader, writer = os.pipe()
     before = fill(writer)
-    outlet = AsyncWriter("test", writer, limit=100_000)
+    lines = AsyncWriter("test", writer, limit=100_000)
     for number in range(40):
-        outlet.write(f"{number:04000}\n")
-    assert not outlet.flush(0.1)
+        lines.write(f"{number:04000}\n")
+    assert not lines.flush(0.1)
     found = bytearray()
     while len(found) < before + 70_000:
         found += os.read(reader, 10_000)
     del found[:before]
-    outlet.write("after\n")
+    lines.write("after\n")
     while not found.endswith(b"after\n"):
         found += os.read(reader, 10_000)
     *kept, lost, _ = found.decode().splitlines()
     assert [int(line) for line in kept] == list(range(24)), "the first of them"
     assert lost == f"ftrun: {40 - len(kept)} messages are missing here: nobody took them"
-    outlet.close()
+    lines.close()
     os.close(reader)
     os.close(writer)
 

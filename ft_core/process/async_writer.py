@@ -92,7 +92,7 @@ class AsyncWriter:
             put(self._descriptor, data)
 
 
-class FileOutlet(AsyncWriter):
+class FileWriter(AsyncWriter):
     """Appends to a file, which is made with the first line. What cannot be written is tried again and again.
 
     The file begins and goes on with whole lines, also where a former writer was killed in the middle of one.
