@@ -145,6 +145,8 @@ class Controller:
                 self._out.record("started", about, time=TimeGoes())
         self._handle(event)
         self._decisions.settle()
+        if isinstance(event, Tick):
+            self._tell_progress()
         return self._observer.read(self._out.effects, self.cluster, self.phase, now, wall)
 
     def _handle(self, event: Event) -> None:
@@ -433,6 +435,9 @@ class Controller:
             self.cluster.records.prepare(AT_ONCE)
         if isinstance(self.phase, Running):
             self._changeovers.advance()
+
+    def _tell_progress(self) -> None:
+        """Tell people what is waited for, where that takes long."""
         told = isinstance(self.phase, Running) and not self._recovery.protection.unprotected
         progress = self._recovery.progress if told else None
-        self._out.emit(*self._reporter.tick(self.cluster, self.phase, progress, now))
+        self._out.emit(*self._reporter.tick(self.cluster, self.phase, progress, self._out.now))

@@ -24,33 +24,33 @@ from ft_core.protocol.messages import FROM_CONTROLLER
 def test_a_full_disk_loses_no_line_and_tears_none(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     path = tmp_path / "lines"
     lines = [f"line {number}\n" for number in range(100)]
-    lines = FileWriter(path)
+    writer = FileWriter(path)
     with file_limit(333):
         for line in lines:
-            lines.write(line)
+            writer.write(line)
         # What there is room for is written.
         wait_for_value(lambda: path.exists() and path.stat().st_size, 333)
-        assert not lines.flush(0.2)
+        assert not writer.flush(0.2)
         assert path.stat().st_size == 333
-    assert lines.flush(60)
+    assert writer.flush(60)
     assert path.read_text() == "".join(lines)
 
 
 def test_the_directory_comes_later(tmp_path: Path):
-    lines = FileWriter(tmp_path / "gone" / "lines")
-    lines.write("a\n")
-    assert not lines.flush(0.2)
+    writer = FileWriter(tmp_path / "gone" / "lines")
+    writer.write("a\n")
+    assert not writer.flush(0.2)
     (tmp_path / "gone").mkdir()
-    assert lines.flush(60)
+    assert writer.flush(60)
     assert (tmp_path / "gone" / "lines").read_text() == "a\n"
 
 
 def test_a_line_that_a_killed_writer_left_unfinished_goes(tmp_path: Path):
     path = tmp_path / "lines"
     path.write_text("whole\nto")
-    lines = FileWriter(path)
-    lines.write("next\n")
-    assert lines.flush(60)
+    writer = FileWriter(path)
+    writer.write("next\n")
+    assert writer.flush(60)
     assert path.read_text() == "whole\nnext\n"
 
 
@@ -66,25 +66,25 @@ def fill(pipe: int) -> int:
 
 
 def test_an_unread_console_keeps_nobody_waiting():
-    reader, writer = os.pipe()
-    before = fill(writer)
-    lines = AsyncWriter("test", writer, limit=100_000)
+    reader, pipe = os.pipe()
+    before = fill(pipe)
+    writer = AsyncWriter("test", pipe, limit=100_000)
     for number in range(40):
-        lines.write(f"{number:04000}\n")
-    assert not lines.flush(0.1)
+        writer.write(f"{number:04000}\n")
+    assert not writer.flush(0.1)
     found = bytearray()
     while len(found) < before + 70_000:
         found += os.read(reader, 10_000)
     del found[:before]
-    lines.write("after\n")
+    writer.write("after\n")
     while not found.endswith(b"after\n"):
         found += os.read(reader, 10_000)
     *kept, lost, _ = found.decode().splitlines()
     assert [int(line) for line in kept] == list(range(24)), "the first of them"
     assert lost == f"ftrun: {40 - len(kept)} messages are missing here: nobody took them"
-    lines.close()
+    writer.close()
     os.close(reader)
-    os.close(writer)
+    os.close(pipe)
 
 
 def test_a_job_goes_on_while_the_controllers_disk_is_full_and_its_console_unread(tmp_path: Path):
