@@ -297,7 +297,7 @@ class Controller:
             self._reports.on_heartbeat(node, message)
         elif isinstance(message, m.HoldingsChanged):
             if cluster.report(node, message):
-                self._recovery.decision_due = True
+                self._recovery.reconsider()
             else:  # it will say everything
                 self._out.emit(Close(node.peer))
         elif isinstance(message, m.KeptState):
@@ -309,7 +309,7 @@ class Controller:
         elif isinstance(message, m.Idle):
             node.idle = message.idle
             if isinstance(self.phase, Waiting):
-                self._recovery.decision_due = True
+                self._recovery.reconsider()
         elif not self._succession.plan_known:
             node.messages_before_plan.append(message)
         else:

@@ -47,7 +47,7 @@ class NodeFailures:
         else:
             out.record("spare_lost", f"node {node.name}: {why}", node=node.name)
             recovery.tell_of_nodes()
-            recovery.decision_due = True
+            recovery.reconsider()
 
     def restore_failed(self, node: Node, reason: str, role: int) -> None:
         """A role cannot have its state. Before it is decided again: does its node reach those who have it?"""
@@ -127,7 +127,7 @@ class NodeFailures:
         ):  # who was replaced, if anybody, has no role: others' broke, too
             who = "all others" if broken is not None else "all nodes"
             recovery.fail(f"connections broke, and {who} reach each other ({why})", [])
-        recovery.decision_due = True
+        recovery.reconsider()
 
     def _replaceable(self, broken: Broken) -> m.NodeName:
         """The end of a link that is replaced: rather that which was found than the other, and none that holds

@@ -100,6 +100,10 @@ class RecoveryCoordinator:
         """Whether an epoch has ended, and the next has yet to begin."""
         return isinstance(self._phase, Quiescing | Waiting)
 
+    def reconsider(self) -> None:
+        """Decide at the end of this event, if an epoch has ended: what a decision may depend on has changed."""
+        self.decision_due |= self.recovering
+
     # -- epochs --------------------------------------------------------------------------------------
 
     def install_plan(self, plan: m.Plan, own: dict[m.NodeName, m.OwnPlan] | None) -> None:

@@ -48,7 +48,7 @@ class Reports:
             out.send(node, recovery.delivery.nodes_without_roles())
         out.emit(*recovery.prestart.back(node, roles))
         out.emit(*recovery.draining.greeted(cluster, node, known))
-        recovery.decision_due = True
+        recovery.reconsider()
 
     def _remind(self, node: Node, epoch: int, shown: Collection[int]) -> None:
         """Bring a node to what it should do; with each of its heartbeats. It may not have heard an order,

@@ -33,7 +33,7 @@ class WorkerFailures:
                 self._out.emit(*recovery.prestart.fail(cluster, where))
             else:
                 cluster.worker_died(node, role)
-            recovery.decision_due = True
+            recovery.reconsider()
             return
         recovery.strike(strikes.of_worker(lost, node.name, cluster.trained), node.hello.domain)
         if starts_ahead:
