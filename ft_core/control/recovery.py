@@ -101,7 +101,7 @@ class RecoveryCoordinator:
         return isinstance(self._phase, Quiescing | Waiting)
 
     def reconsider(self) -> None:
-        """Decide at the end of this event, if an epoch has ended: what a decision may depend on has changed."""
+        """Something has changed that a decision may depend on: if an epoch has ended, decide once more."""
         self.decision_due |= self.recovering
 
     # -- epochs --------------------------------------------------------------------------------------
