@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import inspect
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -103,6 +105,13 @@ def invariants() -> str:
     return table(("", "", ""), ((each.number, each.label, each.sentence) for each in Invariant))
 
 
+def causes() -> str:
+    """All that a job's time goes to, by what stands below each member."""
+    found = ast.walk(ast.parse(inspect.getsource(Cause)))
+    said = [ast.literal_eval(node.value) for node in found if isinstance(node, ast.Expr)]
+    return _said(zip(Cause, (" ".join(text.split()) for text in said[1:]), strict=True))
+
+
 def _said(about: Iterable[tuple[str, str]]) -> str:
     return table(("", ""), ((f"`{name}`", said) for name, said in about))
 
@@ -119,6 +128,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "phases of an agent": lambda: picture(of_agent.TRANSITIONS),
     "states of a worker": lambda: picture(states.TRANSITIONS),
     "invariants": invariants,
+    "causes": causes,
 }
 """By what the pages call them."""
 

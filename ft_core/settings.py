@@ -117,7 +117,7 @@ class Settings:
     """How long roles may wait for another before it is taken for hung (`--ft-hang-after`); 0: learned."""
     hang_limit: float = 600.0
     """The same where nothing is known of what they wait in; and how long a hang that nobody can explain lasts
-    before it ends the job (`--ft-hang-limit`)."""
+    before it costs a restart (`--ft-hang-limit`)."""
     return_limit: float = 10.0
     """How long replica groups wait for the state of one that comes back (`--ft-return-limit`), before they go
     on without it."""

@@ -260,7 +260,7 @@ def parser() -> Parser:
         type=float,
         default=600.0,
         help="the same where nothing is known yet of what they wait in; and the seconds after which a hang "
-        "that cannot be explained ends the job (default 600)",
+        "that cannot be explained costs a restart (default 600)",
     )
     f.add_argument(
         "--ft-quiesce-timeout", type=float, default=60.0, help="seconds a worker may take to leave its step"

@@ -1,4 +1,4 @@
-"""docs/start/own_loop.md does what it says: its script is run as it stands there, and no line of its log is
+"""docs/start/own_loop.md does what it says: its command is run as it stands there, and no line of the log is
 lost."""
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ if importlib.util.find_spec("megatron") is None:
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
 PAGE = (ROOT / "docs" / "start" / "own_loop.md").read_text()
-[SCRIPT] = re.findall(r'^```python title="train.py"\n(.*?)^```$', PAGE, re.M | re.S)
+NAME = "recipes/megatron/own_loop.py"
+SCRIPT = (ROOT / NAME).read_text()
 [COMMAND] = re.findall(r"^```bash\nftrun (.*?)^```$", PAGE, re.M | re.S)
+assert NAME in COMMAND
 STEPS = 30
 
 
@@ -33,10 +35,17 @@ def run(module: str, words: str, script: str, directory: Path, variables: dict[s
     return [line.strip() for line in re.findall(r"(?:step|rank) \d(?:(?!step \d|rank \d).)*", done.stdout)]
 
 
+def test_the_page_has_the_scripts_lines() -> None:
+    [shown] = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
+    lines = [line.partition("#")[0].strip() for line in shown.splitlines()]
+    assert "training.run(train)" in lines
+    assert [line for line in lines if line not in SCRIPT] == []
+
+
 @pytest.mark.parametrize("slow", [False, True])
 def test_a_loop_of_ones_own(slow: bool, tmp_path: Path) -> None:
     """Also one in which a worker dies when its step is done and its line is not written yet."""
-    command, script = COMMAND, SCRIPT
+    command, script = COMMAND.replace(NAME, "train.py"), SCRIPT
     if slow:
         done = "        training.step_done(loss)"
         assert script.count(done) == 1

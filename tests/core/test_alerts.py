@@ -18,7 +18,7 @@ from ft_core.node import metrics as of_node
 
 MONITORING = ROOT / "recipes" / "monitoring"
 NAME = re.compile(r"\bft_[a-z0-9_]+")
-RUNBOOK = ROOT / "docs" / "runbook"
+SYMPTOMS = ROOT / "docs" / "symptoms.md"
 CONTROL = ControlPlane(nodes=2)
 KINDS = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",), "info": ("_info",)}
 
@@ -56,25 +56,30 @@ def test_each_alert_is_tried() -> None:
     assert len(ALERTS) > 10 and fire == {rule["alert"] for rule in ALERTS}
 
 
-def test_each_alert_has_a_page() -> None:
-    """And each page an alert; the overview has both."""
-    assert {path.stem for path in RUNBOOK.iterdir()} == {rule["alert"] for rule in ALERTS}
-    overview = (ROOT / "docs" / "alerts.md").read_text()
-    for rule in ALERTS:
-        row = rf"^\| \[{rule['alert']}\]\(runbook/{rule['alert']}\.md\) \| {rule['labels']['severity']} \|"
-        assert re.search(row, overview, re.M)
+def sections() -> dict[str, str]:
+    """What the page of symptoms says of each alert, in its order."""
+    _, *parts = re.split(r"^## (Ft\w+)\n", SYMPTOMS.read_text(), flags=re.M)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def test_each_alert_has_a_section() -> None:
+    """And each section an alert; pages first."""
+    severities = {rule["alert"]: rule["labels"]["severity"] for rule in ALERTS}
+    assert sorted(sections()) == sorted(severities)
+    ordered = [severities[name] for name in sections()]
+    assert ordered == sorted(ordered)
 
 
 @pytest.mark.parametrize("rule", ALERTS, ids=[rule["alert"] for rule in ALERTS])
-def test_a_page_says_all_that_is_needed(rule: dict[str, Any]) -> None:
+def test_a_section_says_all_that_is_needed(rule: dict[str, Any]) -> None:
     """What it means, what is at risk, what to look at, what to do; with commands that there are."""
-    assert rule["annotations"]["runbook_url"] == f"docs/runbook/{rule['alert']}.md"
-    head, *parts = re.split(r"^## (.+)\n", (RUNBOOK / f"{rule['alert']}.md").read_text(), flags=re.M)
-    assert head.startswith(f"# {rule['alert']}\n\n*{rule['labels']['severity']}*: ")
-    sections = dict(zip(parts[::2], parts[1::2], strict=True))
-    assert list(sections) == ["What it means", "What is at risk", "What to look at", "What to do"]
-    assert all(len(text.split()) >= 8 for text in sections.values())
-    assert "    ftctl " in sections["What to look at"]
+    assert rule["annotations"]["runbook_url"] == f"docs/symptoms.md#{rule['alert'].lower()}"
+    head, *parts = re.split(r"^\*\*(Means|At risk|Do)\*\*", sections()[rule["alert"]], flags=re.M)
+    assert head.startswith(f"\n*{rule['labels']['severity']}*: ")
+    said = dict(zip(parts[::2], parts[1::2], strict=True))
+    assert list(said) == ["Means", "At risk", "Do"]
+    assert all(len(text.split()) >= 8 for text in said.values())
+    assert "\n    ftctl " in said["At risk"], "what to look at, before what to do"
 
 
 def test_panels_do_not_overlap() -> None:

@@ -22,6 +22,7 @@ from ft_core.cli import ctl, flags
 from ft_core.control import phases
 from ft_core.node import phases as of_agent
 from ft_core.worker import states
+from ft_megatron import arguments
 
 PAGES = sorted((ROOT / "docs" / "api").glob("*.md"))
 OFFLINE = """
@@ -179,7 +180,7 @@ def commands(program: str) -> Iterator[tuple[str, str]]:
 def test_ftctl_takes_the_commands_of_the_pages() -> None:
     parser = ctl.parser(plugins.load(plugins.PLANNER))
     found = [(page, call) for page, call in commands("ftctl") if not re.search(r"\.\.\.|ftrun|<|\[", call)]
-    assert len(found) > 60
+    assert len(found) > 40
     wrong = []
     for page, call in found:
         try:
@@ -199,6 +200,13 @@ def test_ftrun_takes_the_commands_of_the_pages() -> None:
         if rest or not (known.command or known.join):
             wrong.append(f"{page}: ftrun {call}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_all_that_megatron_is_refused_is_named() -> None:
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    section = page.partition("## Refused with Megatron\n")[2].partition("\n### ")[0]
+    named = set(re.findall(r"`(--[\w-]+)", section))
+    assert {refusal.flag for refusal in arguments._REFUSED} <= named
 
 
 def test_every_module_is_listed(site: Path) -> None:

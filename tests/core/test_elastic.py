@@ -112,7 +112,7 @@ def test_each_sample_once_whoever_leaves_and_returns(seed: int):
 
 
 def test_who_trains_what_when_a_group_leaves():
-    """The example of docs/operations.md: three groups, two samples each, group 2 leaves after step 4."""
+    """Three groups with two samples each, group 2 leaves after step 4: as in docs/operations/storage.md."""
     role = Role(Membership(3), Deal(2), turns=1)
     for _ in range(4):
         role.draw()

@@ -199,7 +199,7 @@ def slurm(case: Case) -> Iterator[Finding]:
             "slurm",
             where,
             "start the agents with `srun --kill-on-bad-exit=0 --no-kill --wait=0`: else Slurm kills all "
-            "nodes as soon as one has failed (docs/operations.md)",
+            "nodes as soon as one has failed (docs/operations/clusters.md)",
         )
     else:
         yield ok("slurm", "one task's failure does not end the others")

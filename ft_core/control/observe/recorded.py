@@ -30,7 +30,7 @@ ALWAYS: Mapping[str, str] = {
 """Fields of every line."""
 
 ACCOUNT: Mapping[str, str] = {
-    "spent": "what the job's time went to until then, see [goodput](operations.md#goodput)",
+    "spent": "what the job's time went to until then, see [goodput](operations/watch.md#goodput)",
     "unfinished": "what was cut off of the step under way, in seconds by cause; of `resumed`, what of the "
     "time before it was a step's; of `controller_restarted`, what went on before it that no controller has "
     "seen",
@@ -91,7 +91,7 @@ EVENTS: Mapping[str, Event] = {
     "stalled": Event(
         "nothing moves, since a role waits for data, storage, a compiler, or a process that it has started. "
         "`roles`: which, `reason`: for what. Nothing is replaced for it, unless it takes "
-        "[too long](operations.md#waiting-is-not-hanging)"
+        "[too long](symptoms.md#waiting-is-not-hanging)"
     ),
     "detected": Event(
         "a failure; ends the epoch unless it is ending already",
@@ -102,7 +102,7 @@ EVENTS: Mapping[str, Event] = {
     ),
     "avoided": Event(
         "a node has failed so often that it is not used while there is another "
-        "([its record](operations.md#a-nodes-record))",
+        "([its record](operations/change.md#a-nodes-record))",
         _NODE,
     ),
     "forgiven": Event("`ftctl nodes forgive`", _NODE),
