@@ -210,7 +210,8 @@ class ClusterState:
         if not held.change(news):
             return False
         node.idle, node.applied_plan = held.idle, held.begun
-        self.newest_seen = max(self.newest_seen, held.newest)
+        if not self.is_of_before_the_restart(node):
+            self.newest_seen = max(self.newest_seen, held.newest)
         if anew:
             self._forget_records(node, before.keys() - held.counts().keys())
             self._count(node)
@@ -331,7 +332,7 @@ class ClusterState:
 
     def take(self, state: Plan) -> None:
         """A plan of another controller, from an agent that has begun it."""
-        self.catalogue = {**compact.expanded(state.catalogue), **self.catalogue}
+        self.catalogue = {**self.catalogue, **compact.expanded(state.catalogue)}
         self._compact = self._shown = None
         self.initial_version, self.newest_seen = (
             state.initial_version,
@@ -366,6 +367,11 @@ class ClusterState:
         assert message.group is not None, f"role {message.role} tells of its state, and of no replica group"
         self.groups.register(message.role, message.group)
 
+    def is_of_before_the_restart(self, node: Node) -> bool:
+        """Whether a node has yet to begin a plan since all scripts were started again: what it holds is of a
+        run that is over."""
+        return epoch_of(node.holdings.begun) < self.restart_epoch
+
     def seen_at(self, versions: Iterable[int]) -> None:
         """Some role has, or had, these."""
         self.newest_seen = max([self.newest_seen, *versions])
@@ -392,7 +398,8 @@ class ClusterState:
             return True
         copies: set[int] = set()
         for node in self.nodes.values():
-            copies |= node.holdings.copied_versions()
+            if not self.is_of_before_the_restart(node):
+                copies |= node.holdings.copied_versions()
         return self.stepped_epoch >= max(1, self.restart_epoch) or len(copies) > 1
 
     def fill_catalogue(self, roles: Collection[int]) -> None:

@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 STANDBY_GRACE = 20.0
 """Seconds that a healthy node has to bring up a standby before a crashed worker's role moves elsewhere."""
+_ROUNDS = 16
+"""Decisions that one event may lead to, one by the other: restarts that are left, and some."""
 
 
 class Decisions:
@@ -47,13 +49,16 @@ class Decisions:
     def settle(self) -> None:
         """Decide, until nothing has happened that the last decision did not know of. The end of each
         event."""
-        while self._recovery.decision_due:
+        for _ in range(_ROUNDS):
+            if not self._recovery.decision_due:
+                return
             self._recovery.decision_due = False
             phase = self._recovery.phase
             if isinstance(phase, Forming):
                 self._form(phase)
             elif isinstance(phase, Quiescing | Waiting):
                 self._recover(phase)
+        raise RuntimeError(f"epoch {self._cluster.epoch}: decisions lead to nothing but decisions")
 
     def ask_durable_versions(self, nodes: Collection[str]) -> Mapping[int, str] | None:
         """Ask these nodes for the durable checkpoints that they can read, where they have not said yet.
@@ -67,7 +72,8 @@ class Decisions:
     def end_if_storage_unreadable(self) -> bool:
         """End the job where somebody cannot read what it depends on: to begin anew, or with less, where there
         may be something newer to go on from, would be wrong. Returns whether it has ended."""
-        if errors := self._recovery.checkpoints.errors:
+        there = self._cluster.nodes
+        if errors := {n: e for n, e in self._recovery.checkpoints.errors.items() if n in there}:
             where = f"durable checkpoints in {self._cluster.settings.durable_dir} cannot be read"
             self._recovery.end_job(1, f"{where}: {'; '.join(errors.values())}")
         return bool(errors)
@@ -236,5 +242,5 @@ class Decisions:
             recovery.end_job(1, f"{what}; policy is stop")
             return
         self._enter_waiting(phase)
-        if nodes and recovery.note_wait_reason(what):
+        if recovery.note_wait_reason(what):
             recovery.tell_it_waits(f"{what}; {explain.what_is_left(cluster)}", shortage.roles)

@@ -209,7 +209,8 @@ class Controller:
         cluster.add(node)
         self._recovery.failure_detector.greeted(node.name)
         self._succession.rebuild_if_newer_plan(epoch_of(node.greeted_with))
-        cluster.seen_at(node.holdings.versions())
+        if not cluster.is_of_before_the_restart(node):
+            cluster.seen_at(node.holdings.versions())
         if isinstance(self.phase, Forming | Rebuilding):
             cluster.epoch = max(cluster.epoch, node.holdings.epoch, cluster.plan_epoch)
         if node.holdings.configured is not None:
@@ -346,7 +347,7 @@ class Controller:
                 self._out.emit(*self._recovery.prestart.counted(cluster, message))
             case m.Issued() if self._recovery.prestart.concerns(message.role, node.name):
                 pass  # another worker of this role takes part
-            case m.Issued():
+            case m.Issued() if isinstance(self.phase, Running):
                 if (found := self._recovery.completion.answered(message, cluster.plan_epoch)) is not None:
                     self._recovery.escalate(EscalationCause(found))
             case m.Prepared(role, counts):
@@ -376,15 +377,14 @@ class Controller:
                     self._out.record("durable_failed", reason, [message.role], version=version)
             case m.Completed():
                 self._recovery.completion.said(message)
-                self._reports.release_if_complete()
+                self._recovery.release_if_complete()
             case m.Finished(role=role):
-                self._recovery.completion.finished.add(role)
-                self._recovery.end_if_finished()
+                self._recovery.role_finished(role)
             case m.Leaving():
                 self._termination.on_node_told(node)
             case m.Left():
                 self._termination.on_node_left(node)
-            case m.RestoreFailed() | m.NoIdleWorker() | m.PausedAtStep():
+            case m.RestoreFailed() | m.NoIdleWorker() | m.PausedAtStep() | m.Issued():
                 pass  # of an epoch that is over
             case m.Flights():
                 self._hangs.answered(node.name, message)

@@ -99,7 +99,7 @@ class NodeFailures:
         first = {name: role for role, name in sorted(cluster.places.items(), reverse=True)}
         none = cluster.settings.world_size  # a node without a role is replaced rather than one with some
         failed = lambda name: len(cluster.strikes.against(strikes.place(name), now))  # noqa: E731
-        broken = self._detector.links.found(failed, lambda name: first.get(name, none))
+        broken = self._detector.links.found(cluster.nodes, failed, lambda name: first.get(name, none))
         replaced = "" if broken is None else self._replaceable(broken)
         if broken is not None and not replaced:
             # What they hold would be lost, or they would come back to the same link.

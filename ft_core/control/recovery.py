@@ -111,14 +111,18 @@ class RecoveryCoordinator:
         has made it."""
         self.cluster.plan, self.progress, self.plan_was_inherited = plan, Progress(plan), own is None
         self.delivery.new_plan(own)
+        if own is None:  # whatever was to begin anew here was of another past
+            self.escalation = None
+            self._workers_to_exit.clear()
 
     def start_epoch(self, start: Start, counts: Sequence[tuple[int, m.Counts]] = ()) -> None:
         """Begin an epoch. `counts`: the start-up operations of newcomers that have replayed them already."""
         cluster, before, now = self.cluster, self.cluster.plan, self.out.now
-        self.prestart.epoch_begins(now)
+        self.prestart.epoch_begins(start.roles, now)
         self.draining.epoch_begins(cluster)
         self.failure_detector.begins()
         self.completion.left.clear()
+        self.completion.finished -= set(start.lost)  # their scripts run once more
         cluster.groups.withdrawn = set()
         cluster.groups.changed(start.version, start.roles)
         if before is None or (cluster.initial_version is None and start.origin == "durable"):
@@ -318,6 +322,21 @@ class RecoveryCoordinator:
         time = None if running else TimeGoes(Cause.WAITING)
         self.out.record("waiting", f"{what}: {how}", roles, time)
         log.warning("%s; waiting for a node: %s", what, how)
+
+    def role_finished(self, role: int) -> None:
+        """A role's script is done; perhaps it was the last one that others wait for at their end."""
+        self.completion.finished.add(role)
+        if not self.end_if_finished():
+            self.release_if_complete()
+
+    def release_if_complete(self) -> None:
+        """Let the workers leave a part of their scripts, once all have come to the end of it."""
+        cluster = self.cluster
+        if not isinstance(self.phase, Running):
+            return
+        if parts := self.completion.passed(cluster.places, cluster.plan_epoch, cluster.parts):
+            cluster.parts = parts
+            self.out.send_to_all(m.Release(parts=parts))
 
     def end_if_finished(self) -> bool:
         """End the job if all scripts are done. Returns whether they are."""

@@ -147,15 +147,6 @@ class Reports:
             cluster.parts = found
             self._out.send_to_all(m.Release(parts=found))
 
-    def release_if_complete(self) -> None:
-        """Let the workers leave a part of their scripts, once all have come to the end of it."""
-        cluster, completion = self._cluster, self._recovery.completion
-        if not isinstance(self._recovery.phase, Running):
-            return
-        if parts := completion.passed(cluster.places, cluster.plan_epoch, cluster.parts):
-            cluster.parts = parts
-            self._out.send_to_all(m.Release(parts=parts))
-
     def ask_about_script_end(self) -> None:
         """Where some have left their script, ask all whether others wait for them."""
         cluster = self._cluster

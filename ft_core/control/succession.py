@@ -88,7 +88,7 @@ class Succession:
         if recovery.end_if_finished():
             return
         self._reports.hear_of_parts(cluster.nodes.values())
-        self._reports.release_if_complete()
+        recovery.release_if_complete()
         recovery.completion.taken_over()
         recovery.failure_detector.miss(set(plan.nodes) - set(cluster.nodes), phase.heard_at)
         dead = takeover.dead(cluster, plan)

@@ -35,6 +35,8 @@ class WorkerFailures:
                 cluster.worker_died(node, role)
             recovery.reconsider()
             return
+        if lost.fault is m.Fault.TERMINATED and role in recovery.completion.finished:
+            return  # its script was done, and nothing is wanted of it
         recovery.strike(strikes.of_worker(lost, node.name, cluster.trained), node.hello.domain)
         if starts_ahead:
             self._out.emit(*recovery.prestart.fail(cluster, where))
@@ -43,11 +45,11 @@ class WorkerFailures:
         released = recovery.completion.released
         on_its_own = bool(recovery.protection.unprotected) or released
         if lost.fault is m.Fault.LEFT and (cluster.initial_version is None or on_its_own):
-            recovery.completion.finished.add(role)
             if not released:
                 recovery.completion.left[role] = where
-            recovery.end_if_finished()
+            recovery.role_finished(role)
             recovery.escalate_if_waited_for()
+            recovery.reconsider()
         elif lost.fault is m.Fault.LEFT:
             why = f"{where}, in the middle of training (os._exit?): the others would wait for it"
             recovery.escalate(EscalationCause(why, (role,), fault=lost.fault, node=node.name))

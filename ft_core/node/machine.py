@@ -484,7 +484,9 @@ class Agent:
             else:
                 self._leave()
             return
-        if worker.doing is WorkerState.PLAYING:
+        # One that is done and was told to end is to be replaced: all scripts are started again.
+        again = worker.doing is WorkerState.FINISHED and worker.ordered
+        if worker.doing is WorkerState.PLAYING or again:
             self._say(lost(worker, code, event.version, event.out_of_memory))
             replaced, effects = self.epochs.ready.needed(worker.role)
             self._do(*effects)

@@ -109,7 +109,7 @@ def decide(
     lost = [role for role in cluster.lost() if role in places and role not in moved]
     idle = {name: node.idle for name, node in cluster.nodes.items()}
     near = copies(_takers(cluster, places, lost), cluster.catalogue, lost)
-    placed = {**places, **moved} if moved else places
+    placed = {**places, **starting} if starting else places  # all of them take room
     assign = partial(
         decision.assign, placed, lost=lost, capacity=cluster.settings.nproc_per_node, copies=near
     )
@@ -123,6 +123,8 @@ def decide(
     elif cluster.draining:
         avoided = {*avoided, *cluster.draining}
     roles = assignment.roles
+    if joining := starting.keys() - places.keys():
+        roles = {role: node for role, node in roles.items() if role not in joining}
     stay = (role for role in lost if places[role] not in avoided or role in assignment.unplaced)
     crashed = Counter(places[role] for role in stay if places[role] in idle)
     if any(idle[node] < count for node, count in crashed.items()) and not standby_overdue:

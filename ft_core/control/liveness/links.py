@@ -102,12 +102,18 @@ class Links:
         """Whether it is known what there is to know."""
         return self._rounds >= ROUNDS
 
-    def found(self, strikes: Callable[[NodeName], float], place: Callable[[NodeName], int]) -> Broken | None:
-        """A broken link, once all is known. Replaced is the end that fewer others reach, else the one that
-        has failed more often (`strikes`), else the one whose `place` is higher."""
-        degree = Counter(name for pair in self._always for name in pair)
+    def found(
+        self,
+        nodes: Collection[NodeName],
+        strikes: Callable[[NodeName], float],
+        place: Callable[[NodeName], int],
+    ) -> Broken | None:
+        """A broken link between two of these nodes, once all is known. Replaced is the end that fewer others
+        reach, else the one that has failed more often (`strikes`), else the one whose `place` is higher."""
+        always = [pair for pair in self._always if set(pair) <= set(nodes)]
+        degree = Counter(name for pair in always for name in pair)
         if not degree:
             return None
         replaced = max(degree, key=lambda name: (degree[name], strikes(name), place(name)))
-        ends = min(pair for pair in self._always if replaced in pair)
+        ends = min(pair for pair in always if replaced in pair)
         return Broken(ends, replaced)

@@ -298,9 +298,11 @@ class Prestart:
                 *(cluster.groups.of(places), self.failed),
             )
 
-    def epoch_begins(self, now: float) -> None:
-        """With those who were ready; agents end the workers of those who were not."""
-        came = set(self.places()) if self.attempt is not None and not self.attempt.leaves else set[int]()
+    def epoch_begins(self, roles: Collection[int], now: float) -> None:
+        """An epoch of these `roles` begins. Agents end the workers that have started and take no part in
+        it."""
+        moves = self.attempt is not None and self.attempt.leaves
+        came = set[int]() if moves else self.places().keys() & roles
         self.returned, self.attempt, self._emptied = Returned(came, now), None, {}
 
     def taken_over(self, now: float) -> None:

@@ -103,11 +103,13 @@ class Draining:
         attempt = returning.attempt
         if attempt is not None:
             limit = cluster.settings.hang_limit
-            if not attempt.leaves or attempt.complete or now - attempt.since < limit:
+            if attempt.complete or now - attempt.since < limit:
                 return returning.ask_again(cluster, now)
             late = sorted(attempt.places.keys() - attempt.ready.keys())
             reason = f"roles {late} were not ready elsewhere within --ft-hang-limit, {limit:g} s"
             failed = returning.fail(cluster, reason)
+            if not attempt.leaves:
+                return failed
             return [*failed, *self._give_up(cluster, returning, attempt.leaves, reason)]
         name = next((name for name in cluster.draining if name in cluster.roles_by_node), None)
         if name is None:
@@ -141,8 +143,8 @@ class Draining:
         self._going, cluster.departing = None, ""
 
     def _let_go(self, cluster: ClusterState, now: float) -> list[Effect]:
-        """The first that has no role. Who calls this tells all of `ClusterState.let_go` before it sends what
-        is returned."""
+        """Let the first end that has no role. Who calls this tells all of `ClusterState.departing` before it
+        sends what is returned."""
         going = self._going
         if going is None or going.name not in cluster.nodes:
             name = next((name for name in cluster.draining if _enough_without(cluster, [name])), None)
