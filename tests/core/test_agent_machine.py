@@ -392,6 +392,16 @@ def test_who_was_given_up_becomes_a_spare_and_does_nothing_more(training: Node):
     assert not training.handle(e.Tick()) and not training.hear(plan(2))
 
 
+def test_one_that_is_done_and_is_to_run_once_more_is_replaced(training: Node):
+    """All scripts are started again: nobody else would say that it is gone, nor be there in its place."""
+    training.worker(m.Finished(0))
+    training.hear(m.KillWorker(0))
+    done = training.handle(e.WorkerEnded(training.number(), -9))
+    lost = [said for effect in done if isinstance(said := getattr(effect, "message", None), m.WorkerLost)]
+    assert [each.fault for each in lost] == [m.Fault.TERMINATED]
+    assert any(isinstance(effect, e.Start) for effect in done)
+
+
 def test_ftctl_kills_a_role_or_the_node(training: Node):
     assert training.hear(m.KillWorker(0)) == [e.Kill(training.number())]
     assert not training.hear(m.KillWorker(1))

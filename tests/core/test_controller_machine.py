@@ -1736,3 +1736,94 @@ def test_two_nodes_with_one_number_are_said() -> None:
     job.join("who joins", -1)
     job.join("who joins as well", -1)
     assert [text for text in job.said if "--node-rank" in text] == [said]
+
+
+def away(job: ControlPlane, name: str) -> None:
+    """That node is lost, and the job goes on without its replica group."""
+    lose(job, name)
+    job.all_report()
+    job.all_step(2)
+
+
+def start_ahead(job: ControlPlane, role: int) -> Agent:
+    """A node joins on which that role starts, until it is ready for its state."""
+    spare = job.join("spare")
+    job.wait(0.1)
+    for each in list(job["node0"].workers) + [r for r in (1,) if r != role and "node1" in job.agents]:
+        job[f"node{each}"].say(OperationCounts(role=each, counts={}))
+    spare.workers[role] = next(job.pids)
+    spare.say(Prepared(role=role, counts={}))
+    assert job.controller._recovery.prestart.places() == {role: "spare"}
+    return spare
+
+
+def test_the_place_of_a_role_that_comes_back_is_taken() -> None:
+    """Else two roles had one device: that of the node that was ready for one of them."""
+    job = ControlPlane(nodes=2, groups=2, policy="shrink")
+    job.all_step(1)
+    away(job, "node1")
+    spare = start_ahead(job, 1)
+    spare.idle, spare.replicas = 1, {job.segment(0): [1, 2]}
+    other = job.join("other")
+    lose(job, "node0")
+    job.all_report()
+    assert other.plan is not None and other.plan.roles == {0: "other", 1: "spare"}
+
+
+def test_who_was_ready_and_takes_no_part_has_not_come_back() -> None:
+    job = ControlPlane(nodes=3, groups=3, policy="shrink")
+    job.all_step(1)
+    away(job, "node2")
+    spare = start_ahead(job, 2)
+    for agent in job.agents.values():
+        agent.idle = 0
+        agent.beat()
+    lose(job, "node1")
+    job.all_report()
+    assert job["node0"].plan is not None and job["node0"].plan.roles == {0: "node0"}
+    job["node0"].say(Restored(epoch=job["node0"].epoch, role=0, pid=1, version=2, loaded=True))
+    job.wait(2 * job.settings.return_limit)
+    assert job.phase == "running" and not job.records_of("not_returning") and spare.plan is not None
+
+
+def test_a_node_that_is_gone_could_not_read_checkpoints_for_nobody() -> None:
+    """What it has said of storage is no reason to end the job of those who can read it."""
+    job = ControlPlane(nodes=2, spares=1, replicas=0, durable_dir="/d", durable_interval=1, join=(0, 1))
+    job["node1"].say(DurableNames(id=0, names=[], error="stale file handle"))
+    assert job.phase == "forming"
+    lose(job, "node1")
+    job.join("node2", 1)
+    job.wait(0.1)
+    names(job, [])
+    assert job.phase == "running" and job.done is None
+
+
+def test_the_last_role_that_never_trains_lets_the_others_go() -> None:
+    """They wait at the end of training for all; it has none of it."""
+    job = ControlPlane(nodes=2)
+    job["node0"].say(Completed(epoch=1, role=0, part=1, version=1, last=True))
+    assert sent(job["node1"].say(Finished(role=1)), Release).keys() == {job["node0"].peer, job["node1"].peer}
+
+
+def test_that_workers_are_missing_is_said_where_all_nodes_are_there() -> None:
+    job = ControlPlane(nodes=2)
+    job.all_step(1)
+    job["node0"].idle = 0
+    job["node0"].say(job["node0"].crash(0))
+    job.all_report()
+    assert job.phase == "waiting" and not job.records_of("waiting")
+    job.wait(decisions.STANDBY_GRACE + 1)
+    [record] = job.records_of("waiting")
+    assert record.reason.startswith("no worker for roles [0] (lost nodes: none)")
+
+
+def test_who_starts_ahead_of_need_and_is_never_ready_does_not_keep_others_from_it() -> None:
+    job = ControlPlane(nodes=2, groups=2, policy="shrink")
+    job.all_step(1)
+    away(job, "node1")
+    spare = job.join("spare")
+    job.wait(0.1)
+    job["node0"].say(OperationCounts(role=0, counts={}))
+    spare.workers[1] = next(job.pids)
+    job.wait(job.settings.hang_limit + 1)
+    assert "were not ready elsewhere" in job.records_of("not_returning")[0].reason
