@@ -111,6 +111,9 @@ _MAY_SAY: dict[type, tuple[type, ...]] = {
 """By the greeting, what comes after it."""
 _CLIENTS = OrBundle(FROM_CLIENT)
 
+_DURABLE = b'"event": "durable",'
+"""In a line of `events.jsonl`: a role's part of a checkpoint was written."""
+
 
 @dataclass
 class LeaderContext:
@@ -530,14 +533,18 @@ def _notes(path: Path) -> Notes:
     found: dict[str, int] = {}
     spent, at = None, 0.0
     try:
-        lines = path.read_text().splitlines() if path.is_file() else []
+        with path.open("rb") as lines:
+            for line in lines:
+                if _DURABLE in line:  # one for each role of each checkpoint: nearly all of a long job's
+                    continue
+                with contextlib.suppress(ValueError):  # torn by the death of its writer
+                    event = json.loads(line)
+                    found[event["event"]] = event["epoch"]
+                    if "spent" in event:
+                        spent, at = event["spent"], event["time"]
+    except FileNotFoundError:
+        pass
     except OSError as error:
         log.warning("%s: %s; some events may come twice", path, error)
         return Notes()
-    for line in lines:
-        with contextlib.suppress(ValueError):  # torn by the death of its writer
-            event = json.loads(line)
-            found[event["event"]] = event["epoch"]
-            if "spent" in event:
-                spent, at = event["spent"], event["time"]
     return Notes(found, spent=spent and msgspec.convert(spent, Spent), at=at)
