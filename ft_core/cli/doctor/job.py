@@ -9,6 +9,7 @@ from collections.abc import Container, Iterator, Mapping
 
 from ft_core.cli.doctor.case import Case, Check, Finding, fail, judge, ok, warn
 from ft_core.errors import FtError
+from ft_core.protocol.domains import domain_of
 from ft_core.protocol.messages import (
     NAMED,
     Denied,
@@ -22,7 +23,7 @@ from ft_core.protocol.messages import (
 from ft_core.protocol.sockets import split_address
 from ft_core.protocol.table import placed
 from ft_core.state.manifest import Segment
-from ft_core.state.placement import domain_of, survives
+from ft_core.state.placement import survives
 
 _REACH = 3.0
 LOOKED_AT = 64

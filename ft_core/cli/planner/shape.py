@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Protocol
 
 from ft_core.errors import ConfigError
-from ft_core.state.placement import domain_of
+from ft_core.protocol.domains import domain_of
 
 
 @dataclass(frozen=True)

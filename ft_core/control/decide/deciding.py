@@ -17,6 +17,7 @@ from ft_core.control.decide.compact import contains
 from ft_core.control.decide.groups import Places
 from ft_core.control.decide.ladder import Escalation, Rung
 from ft_core.errors import Unrecoverable
+from ft_core.protocol.domains import SEPARATOR
 from ft_core.protocol.messages import Origin, Redundancy, RoleHeld
 
 Sources = dict[int, dict[str, list[str]]]
@@ -110,7 +111,9 @@ def decide(
     idle = {name: node.idle for name, node in facts.nodes.items()}
     near = copies(_takers(facts, places, lost), facts.catalogue, lost)
     placed = {**places, **moved} if moved else places
-    assign = partial(decision.assign, placed, lost=lost, capacity=facts.settings.nproc_per_node, copies=near)
+    racks = {name: node.hello.domain for name, node in facts.nodes.items() if SEPARATOR in node.hello.domain}
+    capacity = facts.settings.nproc_per_node
+    assign = partial(decision.assign, placed, lost=lost, capacity=capacity, copies=near, domains=racks)
     others = {name: count for name, count in idle.items() if name not in facts.draining}
     assignment = assign(idle=others, avoided=avoided)
     if assignment.unplaced and facts.draining:  # none of those is given a role, but for its own
