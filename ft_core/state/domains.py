@@ -9,7 +9,7 @@ is the level of nodes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import NamedTuple
 
@@ -60,14 +60,6 @@ class NestedDomains:
     def levels_apart(self, copies: int) -> list[int]:
         """At which level each copy is away from the sender and from those before it."""
         return [level for _, level in self.targets(self._hosts[0], copies)] if self._hosts else []
-
-    def bare(self, gone: Container[str], copies: int) -> list[str]:
-        """Nodes with roles that are lost with all that keep copies for them, if those in `gone` are."""
-        return [
-            node
-            for node in self._hosts
-            if node in gone and all(target.node in gone for target in self.targets(node, copies))
-        ]
 
     def _deal(self, copies: int) -> Iterator[tuple[int, dict[str, str]]]:
         """For one copy after the other: the level, and who keeps that of each node."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from ft_core.protocol.domains import within
+from ft_core.state import exposure
 from ft_core.state.domains import NestedDomains, Target
 from ft_core.state.manifest import Segment
 from ft_core.state.placement import WARDS, Places, all_left, replica_nodes, survives
@@ -136,11 +137,10 @@ def test_any_layout_has_its_copies_apart() -> None:
                 assert found.at(keeper, level) not in {found.at(other, level) for other in others}
                 load[keeper] += 1
         assert max(load.values(), default=0) <= 2 * copies + 1
-        level = next(iter(found.levels_apart(copies)), None)
-        if level is not None:  # no domain of that level takes all of anything
-            for domain in {found.at(node, level) for node in names}:
-                gone = {node for node in domains if found.at(node, level) == domain}
-                assert found.bare(gone, copies) == []
+        where = Places(dict(enumerate(names)), domains, spares)
+        for level, about in enumerate(exposure.levels(where, copies)):
+            if level >= min(found.levels_apart(copies), default=found.levels):
+                assert about.at_risk == []
 
 
 def test_what_peers_hold_is_sent_to_racks_that_have_none_of_it() -> None:

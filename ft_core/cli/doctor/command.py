@@ -17,7 +17,7 @@ import json
 from pathlib import Path
 
 from ft_core import patching, plugins
-from ft_core.cli.doctor import job, machine, network, software
+from ft_core.cli.doctor import job, machine, network, racks, software
 from ft_core.cli.doctor.case import Case, Finding, Level, case
 
 _SIGNS = {Level.OK: "ok  ", Level.WARN: "warn", Level.FAIL: "FAIL"}
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def examine(case: Case) -> list[Finding]:
     """What all checks say, in the order of their reading."""
-    parts = (software, machine, network, job)
+    parts = (software, machine, network, racks, job)
     return [finding for part in parts for check in part.CHECKS for finding in check(case)]
 
 
