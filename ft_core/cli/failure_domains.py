@@ -127,7 +127,8 @@ def of_slurm(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 def of_labels(text: str) -> tuple[str, ...]:
     """The levels among labels as the downward API writes them, a line `key="value"` each."""
-    labels = dict(found.groups() for line in text.splitlines() if (found := _LABEL.fullmatch(line.strip())))
+    lines = (_LABEL.fullmatch(line.strip()) for line in text.splitlines())
+    labels = {found[1]: found[2] for found in lines if found}
     keys = [*LEVELS, *sorted(key for key in labels if _RACK.fullmatch(key)), _CLIQUE]
     return tuple(labels[key] for key in keys if key in labels)
 

@@ -172,7 +172,7 @@ def _copies(
 def _held(
     row: RoleStatus, state: RoleState, places: Mapping[int, str], alive: Container[str]
 ) -> list[set[str]]:
-    """Of each part of the role's state, the nodes that have it."""
+    """The nodes that have each part of the role's state."""
     found = []
     for segment in map(Segment.of, state.segments):
         own = {places[role] for role in segment.holders if role in places}
