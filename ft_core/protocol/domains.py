@@ -16,3 +16,9 @@ def within(domain: str) -> tuple[str, ...]:
     """The domains that this one is in, the widest first, itself last: `a`, `a/b`, `a/b/c`."""
     parts = domain.split(SEPARATOR)
     return tuple(SEPARATOR.join(parts[: level + 1]) for level in range(len(parts)))
+
+
+def shared(domain: str) -> str:
+    """The narrowest domain that a node may share with others: its rack, where there are several levels; else
+    the domain itself."""
+    return domain.rpartition(SEPARATOR)[0] or domain

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from ft_core.protocol.domains import within
+from ft_core.protocol.domains import shared, within
 from ft_core.state import exposure
 from ft_core.state.domains import NestedDomains, Target
 from ft_core.state.manifest import Segment
@@ -46,6 +46,7 @@ def kept(found: NestedDomains, domains: Mapping[str, str], copies: int) -> Count
 def test_what_a_domain_is_in() -> None:
     assert within("row/rack/node") == ("row", "row/rack", "row/rack/node")
     assert within("rack") == ("rack",)
+    assert (shared("row/rack/node"), shared("rack")) == ("row/rack", "rack")
 
 
 def test_one_word_is_one_level() -> None:
