@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
+import etcd_members
+from etcd_members import Members
 from harness import Layout, check_identical, check_survivors
 from machines import Machines
 from ports import free_port
@@ -49,3 +51,19 @@ def test_a_rack_of_two_nodes_is_lost_at_once(tmp_path):
     check_survivors(result, LAYOUT.world)
     assert "failure domain spine/rack-a/" in result.output and "SLURM_TOPOLOGY_ADDR" in result.output
     assert "any one of 2 failure domains such as spine/rack-a may be lost at once" in result.output
+
+
+@etcd_members.needed
+def test_the_leaders_rack_is_lost(tmp_path):
+    """The next leader misses it as soon as it would a node: its copies are elsewhere."""
+    with Members() as etcd, Machines(tmp_path, etcd.place("job"), LAYOUT, STEPS, PACED, 2, ADDRESSES) as job:
+        job.until(lambda: job.events("resumed"), "first step", timeout=110)
+        job.until(lambda: all(row["committed"] for row in job.status()["roles"]), "copies of all")
+        leads = job.machines.index(job.leader()[0])
+        lost = [rank for rank, rack in enumerate(RACKS) if rack == RACKS[leads]]
+        job.kill(*lost)
+        job.until(lambda: len(job.events("resumed")) > 1, "recovery")
+        decided = job.events("decided")[-1]
+        result = job.finish()
+    assert decided["origin"] == "memory" and decided["roles"] == lost
+    check_identical(result, LAYOUT, STEPS, again=1)

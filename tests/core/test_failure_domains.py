@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from harness import settings_of
 
 from ft_core.cli import failure_domains
 from ft_core.cli.doctor import racks
@@ -90,6 +91,13 @@ def test_a_level_without_a_name() -> None:
     for given in ("row2/", "/rack7", "row2//rack7"):
         with pytest.raises(ConfigError, match="a level has no name"):
             find(given, "", {}, fabric=nobody)
+
+
+def test_one_machine_is_not_asked_where_it_is(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    with pytest.raises(ConfigError, match="--standalone has --ft-domain"):
+        settings_of("--standalone", "--ft-domain-from=somewhere", str(script))
 
 
 def test_a_driver_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
