@@ -6,11 +6,14 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ft_core.cli.planner.shape import Framework, Storage, Tensor
+from ft_core.cli.planner.shape import Framework, Storage, Tensor, check_batch
 from ft_core.errors import ConfigError
 
 EXPERT = "expert"
-_LAYOUT = tuple(f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert"))
+_LAYOUT = (
+    *(f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert")),
+    "context_parallel_size",
+)
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "seq_length")
 
 
@@ -39,17 +42,28 @@ class Gpt:
     pp: int = 1
     ep: int = 1
     etp: int = 0
+    cp: int = 1
 
     def __post_init__(self) -> None:
+        groups = self.num_query_groups or self.num_attention_heads
         for name, value in {
-            "--world-size": self.world_size % (self.tp * self.pp),
+            "--world-size": self.world_size % (self.tp * self.cp * self.pp),
             "--world-size (expert groups)": self.world_size % (self.expert_tp * self.ep * self.pp),
             "--num-layers": self.num_layers % self.pp,
             "--num-attention-heads": self.num_attention_heads % self.tp,
+            "--num-query-groups": min(groups % self.tp, self.tp % groups),
+            "--ffn-hidden-size": (self.ffn_hidden_size or 4 * self.hidden_size) % self.tp,
             "--num-experts": self.num_experts % self.ep,
         }.items():
             if value:
                 raise ConfigError(f"{name} cannot be divided by the parallel sizes given")
+        if not self.kv_channels and self.hidden_size % self.num_attention_heads:
+            raise ConfigError(
+                f"--hidden-size {self.hidden_size} cannot be divided by --num-attention-heads "
+                f"{self.num_attention_heads}: give --kv-channels"
+            )
+        if self.num_experts and self.topk > self.num_experts:
+            raise ConfigError(f"--moe-router-topk {self.topk} is more than --num-experts {self.num_experts}")
 
     @property
     def expert_tp(self) -> int:
@@ -129,6 +143,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     layout = parser.add_argument_group("Megatron's parallel layout")
     layout.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="N")
     layout.add_argument("--pipeline-model-parallel-size", type=int, default=1, metavar="N")
+    layout.add_argument("--context-parallel-size", type=int, default=1, metavar="N")
     layout.add_argument("--expert-model-parallel-size", type=int, default=1, metavar="N")
     layout.add_argument(
         "--expert-tensor-parallel-size", type=int, default=0, metavar="N", help="default: as TP"
@@ -149,7 +164,11 @@ def _model(args: argparse.Namespace) -> Gpt | None:
         return None
     if missing:
         raise ConfigError(f"give {', '.join(missing)} too: they say what the model has")
-    return Gpt(
+    for name in _LAYOUT:
+        if getattr(args, name) < 1:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} {getattr(args, name)}: give a number of 1 or more")
+    model = Gpt(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
         num_attention_heads=args.num_attention_heads,
@@ -171,7 +190,10 @@ def _model(args: argparse.Namespace) -> Gpt | None:
         pp=args.pipeline_model_parallel_size,
         ep=args.expert_model_parallel_size,
         etp=args.expert_tensor_parallel_size,
+        cp=args.context_parallel_size,
     )
+    check_batch(args.global_batch_size, model.world_size // (model.tp * model.cp * model.pp))
+    return model
 
 
 def _storage(args: argparse.Namespace, usual: Storage) -> Storage | None:

@@ -101,6 +101,7 @@ MORE = {
     "test_pretrain_strict.py": "under NCCL's rules",
     "test_pretrain_ready.py": "standbys start roles ahead of need",
     "test_pretrain_features.py": "what Megatron-LM does beside training",
+    "test_racks.py": "a node is lost, and the controller",
     "test_random.py": "drills, at other moments",
     "test_soak.py": "drills, at other moments",
     "test_variants.py": "drills, in other layouts",

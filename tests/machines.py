@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -29,11 +30,14 @@ class Machine(machines.Machine):
 
 
 class Machines:
-    """Those of a job whose controller is elected. Use as a context manager: nothing is left behind."""
+    """Those of a job. Use as a context manager: nothing is left behind."""
 
     def __init__(self, directory: Path, place: str, training: Training, iterations: int, script: Path,
-                 spares: int) -> None:  # fmt: skip
+                 spares: int, addresses: Sequence[str] = ()) -> None:  # fmt: skip
+        """`place`: where the controller's lease is kept, or the address of one that is not elected.
+        `addresses`: of the machines in the cluster, as Slurm has them; without, each has a domain by flag."""
         self._directory, self._place, self._training = directory, place, training
+        self._addresses = addresses
         self._command = [str(script), *training.arguments(iterations, protected=True)]
         self._temporary = Path(tempfile.mkdtemp(prefix="ft-job-"))
         about = {"TMPDIR": str(self._temporary), "FT_JOB_SECRET": "of several machines"}
@@ -48,10 +52,18 @@ class Machines:
         job_dir = self._directory / f"machine{len(self.machines)}"
         command = [sys.executable, "-m", "ft_core.cli.launch", f"--nnodes={self._training.world}"]
         command += ["--nproc-per-node=1", f"--node-rank={rank}", f"--job-dir={job_dir}"]
-        command += [f"--ft-leadership={self._place}", "--ft-domain", f"domain{len(self.machines)}"]
+        elected = "://" in self._place
+        command += [f"--{'ft-leadership' if elected else 'rdzv-endpoint'}={self._place}"]
+        slurm = {}
+        if self._addresses:
+            address = self._addresses[rank]
+            pattern = ".".join(["switch"] * address.count(".") + ["node"])
+            slurm = {"SLURM_TOPOLOGY_ADDR": address, "SLURM_TOPOLOGY_ADDR_PATTERN": pattern}
+        else:
+            command += ["--ft-domain", f"domain{len(self.machines)}"]
         ftrun = subprocess.Popen(
             [*command, *self._command],
-            env=self._environment,
+            env=self._environment | slurm,
             cwd=ROOT,
             stdout=self._output,
             stderr=subprocess.STDOUT,
@@ -69,6 +81,17 @@ class Machines:
                 machine.kill()
         self._output.close()
         shutil.rmtree(self._temporary)
+
+    def kill(self, *ranks: int) -> None:
+        """These machines at once, as if a rack's power failed."""
+        lost = [self.machines[rank] for rank in ranks]
+        for machine in lost:
+            machine.ftrun.send_signal(signal.SIGSTOP)  # it would start what dies once more
+        for pid in [pid for machine in lost for pid in machine.children()]:
+            os.killpg(pid, signal.SIGKILL)
+        for machine in lost:
+            machine.ftrun.kill()
+            machine.ftrun.wait()
 
     def running(self) -> list[Machine]:
         return [machine for machine in self.machines if machine.runs]

@@ -223,7 +223,16 @@ def parser() -> Parser:
     f.add_argument(
         "--ft-domain",
         default="",
-        help="failure domain of this node (rack, switch); a comma list for --standalone",
+        help="failure domain of this node, such as rack7; of several levels the widest first, row2/rack7; a "
+        "comma list for --standalone. Default: what Slurm's topology, the Kubernetes node's labels and "
+        "NVLink's fabric say, and behind that the node itself",
+    )
+    f.add_argument(
+        "--ft-domain-from",
+        metavar="FILE|COMMAND",
+        default="",
+        help="who says the failure domain of this node, where the cluster does not: a file with a line `NODE "
+        "DOMAIN` for each, or a command that prints it",
     )
     f.add_argument(
         "--ft-durable-dir", default=None, help="directory of the durable checkpoints (shared by all nodes)"
@@ -371,6 +380,10 @@ def settings_of(args: argparse.Namespace) -> Settings:
         raise ConfigError(
             f"--ft-hang-after {args.ft_hang_after:g} is longer than --ft-hang-limit {args.ft_hang_limit:g}: "
             "the job would end before anybody is taken for hung"
+        )
+    if args.ft_domain_from and args.standalone:
+        raise ConfigError(
+            "--ft-domain-from is for nodes on machines of their own; --standalone has --ft-domain"
         )
     if args.respawn and not args.standalone:
         raise ConfigError("--respawn goes with --standalone; elsewhere the scheduler starts nodes")

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from ft_core.cli import torchrun
+from ft_core.cli import failure_domains, torchrun
 from ft_core.cli.flags import parse, settings_of
 from ft_core.cli.job_dir import check, prepared
 from ft_core.cli.launcher import Launcher, tell
@@ -79,6 +79,7 @@ def _end(number: int, _: object) -> NoReturn:
 def _launch(args: argparse.Namespace) -> Launcher:
     settings = settings_of(args)
     several = settings.nnodes > 1 and not args.standalone
+    where = failure_domains.FailureDomain() if args.standalone else _where(args)
     if several and not os.environ.get(SECRET_ENV) and args.job_dir is None:
         raise ConfigError(f"{SECRET_ENV} is not set: {SECRET_ADVICE}")
     job_dir = _job_dir(args)
@@ -115,8 +116,18 @@ def _launch(args: argparse.Namespace) -> Launcher:
     elif rank == 0:
         launcher.controller()
     place = socket.gethostname() + f"-{rank}" * (rank != ANY_RANK)
-    launcher.agent(unique(place), rank, args.ft_domain or place)
+    if where.source and rank in (0, ANY_RANK):  # what others say is in events.jsonl
+        tell(f"ftrun: failure domain {where.of(place)}, from {where.source}")
+    launcher.agent(unique(place), rank, where.of(place))
     return launcher
+
+
+def _where(args: argparse.Namespace) -> failure_domains.FailureDomain:
+    """The failure domain of this machine. Raises ConfigError."""
+    found = failure_domains.find(args.ft_domain, args.ft_domain_from)
+    if found.trouble:
+        tell(f"ftrun: {found.trouble}", "WARNING")
+    return found
 
 
 def _say_where_the_secret_is(job_dir: Path) -> None:
@@ -156,6 +167,7 @@ def _is_here(address: str) -> bool:
 
 def _join(args: argparse.Namespace) -> Launcher:
     """Join a running job as a spare, with its own command line if its directory is not shared."""
+    where = _where(args)
     if args.command:
         settings = settings_of(args)
         job_dir = _job_dir(args)
@@ -175,7 +187,7 @@ def _join(args: argparse.Namespace) -> Launcher:
     launcher = Launcher(job_dir)
     if settings.leadership:
         launcher.candidate(spare=True)
-    launcher.agent(unique(socket.gethostname()), -1, args.ft_domain)
+    launcher.agent(unique(socket.gethostname()), -1, where.of(socket.gethostname()) if where.source else "")
     return launcher
 
 

@@ -29,6 +29,7 @@ from ft_core.protocol.messages import (
 )
 from ft_core.protocol.table import moved_roles
 from ft_core.settings import Settings
+from ft_core.state.placement import Places, all_left, spares_of
 
 ALL_IS_LOST = (
     "the controller and all nodes with a role were lost together, and with them the state of the job; what "
@@ -422,8 +423,10 @@ class ClusterState:
         plan = self.current_plan
         if not self.trained or len(self.catalogue) == self.settings.world_size:
             return
-        gone = {about.domain for name, about in plan.nodes.items() if name not in self.nodes}
-        if len(gone) <= self.settings.replicas:
+        domains = {name: about.domain for name, about in plan.nodes.items()}
+        where = Places(plan.roles, domains, spares_of(plan.nodes, plan.roles), self.settings.guarded)
+        gone = [name for name in plan.nodes if name not in self.nodes]
+        if all_left(where, gone, self.settings.replicas):
             self.fill_catalogue(set(plan.roles) - set(self.catalogue))
 
     def note_progress(self) -> None:

@@ -3,6 +3,7 @@ leads from one to another."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -32,6 +33,8 @@ class Rebuilding:
     asked: int = 0
     undone: list[tuple[str, list[int]]] = field(default_factory=list)
     """Failures, with their roles, that were heard of before it was known where all roles are."""
+    left: tuple[Collection[str], bool] | None = None
+    """Nodes of the plan that have not come, and whether others have all that they had."""
 
 
 @dataclass

@@ -201,12 +201,14 @@ class TcpTransport:
         streams: int = 2,
         answer: Callable[[Question], Found] | None = None,
         max_segment_bytes: int = MAX_SEGMENT_BYTES,
+        port: int = 0,
     ) -> None:
-        """Listens on `host` at once; `answer` serves `request` of other agents, in threads of the server."""
+        """Listens on `host` at once, at `port` or any that is free; `answer` serves `request` of others, in
+        threads of the server."""
         self._streams = streams
         self._max_segment_bytes = max_segment_bytes
         self._peers = _Peers(secret)
-        self._server = PeerServer(store, secret, host, answer, max_segment_bytes)
+        self._server = PeerServer(store, secret, host, answer, max_segment_bytes, port)
         self.address = self._server.address
         self._count_lock = threading.Lock()
         self._fetched_bytes = 0

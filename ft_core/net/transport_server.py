@@ -245,12 +245,13 @@ class PeerServer:
         host: str,
         answer: Callable[[Question], Found] | None,
         max_segment_bytes: int,
+        port: int = 0,
     ) -> None:
         self._store = store
         self._secret = secret
         self._asked = answer
         self._max_segment_bytes = max_segment_bytes
-        self._listener = listen(host)
+        self._listener = listen(host, port)
         # Once the controller sees the end of an agent, others are to find that nothing listens here any more.
         self._last = ends_first(self._listener, ENDS_BEFORE)
         port = self._listener.getsockname()[1]

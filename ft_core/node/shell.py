@@ -38,6 +38,7 @@ from ft_core.node.link.uplink import Uplink
 from ft_core.node.machine import Agent
 from ft_core.node.memory.fetch import bring
 from ft_core.node.memory.memory_view import MemoryView
+from ft_core.node.memory.rack_loss import RackLoss
 from ft_core.node.memory.ready_memory import ReadyMemory
 from ft_core.node.memory.replicator import Replicator
 from ft_core.node.metrics import PAGES
@@ -109,6 +110,7 @@ class NodeShell:
         self.ready = ReadyMemory(self.store, self.transport, settings.nproc_per_node)
         self.replicator = Replicator(self.store, self.transport, injector)
         self.replicator.use(settings)
+        self._rack_loss = RackLoss(node)
         self.stores = Stores(host, self.secret)
         self._master = reserve(host)
         self._workers_socket = f"unix:\0ft-{uuid.uuid4().hex}"
@@ -344,6 +346,7 @@ class NodeShell:
                 self._begin_epoch(plan.epoch)
                 self.replicator.begin(plan)
                 self.ready.use(self.node, plan)
+                self._tasks.spawn(self._rack_loss.tell(plan, self.settings))
             case e.UseSettings(settings):
                 self.settings = settings
                 self.replicator.use(settings)

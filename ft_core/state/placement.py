@@ -3,23 +3,23 @@
 Redundancy counts only across failure domains. With Megatron's rank order (tensor, then data, then pipeline
 parallel) all data-parallel peers of a pipeline stage can share one node: what they hold in common is
 redundant, yet dies with that node, so it needs replicas like unique state does.
+
+Where domains have one level, as labels of one word have, copies go around a ring of roles; where racks are in
+rows, or nodes in racks, they go where `ft_core.state.domains` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
+from ft_core.protocol.domains import SEPARATOR, domain_of
+from ft_core.state.domains import NestedDomains
 from ft_core.state.manifest import Segment
 
 WARDS = 2
 """Nodes of each spare that it is to take over from at once. Each peer keeps the copies of one: a spare, which
 trains nothing, has room and time for two."""
-
-
-def domain_of(node: str, domains: Mapping[str, str]) -> str:
-    """The failure domain of `node`: its label, or the node itself where it has none."""
-    return domains.get(node) or node
 
 
 class Ring:
@@ -105,14 +105,45 @@ class Places:
         return self.ring(sorted(self.role_nodes))
 
     @cached_property
+    def nested(self) -> NestedDomains | None:
+        """The failure domains, if there are several levels of them."""
+        if not any(SEPARATOR in domain for domain in self.domains.values()):
+            return None
+        found = NestedDomains(self.hosts, self.spares, self.domains)
+        return found if found.levels > 1 else None
+
+    @cached_property
+    def hosts(self) -> list[str]:
+        """The nodes with roles, in the order of these."""
+        return list(dict.fromkeys(self.role_nodes[role] for role in sorted(self.role_nodes)))
+
+    @cached_property
     def numbers(self) -> dict[str, int]:
         """The nodes with roles, each with a number, by their names."""
         return {node: at for at, node in enumerate(sorted(set(self.role_nodes.values())))}
+
+    @cached_property
+    def _guards(self) -> dict[str, str]:
+        """By nodes with roles, where domains are nested: away from them as copies are, if possible."""
+        nested, found = self.nested, dict[str, str]()
+        assert nested is not None
+        level = next(iter(nested.levels_apart(1)), nested.levels - 1)
+        left, free = dict.fromkeys(sorted(self.hosts)), self.spares * WARDS
+        for apart in (True, False):
+            for spare in list(free):
+                home = nested.at(spare, level) if apart else ""
+                if (ward := next((n for n in left if nested.at(n, level) != home), None)) is not None:
+                    del left[ward]
+                    free.remove(spare)
+                    found[ward] = spare
+        return found
 
     def guard(self, node: str) -> str | None:
         """The spare that is to take over from a node with roles at once; None if it has none."""
         if not self.guarded:
             return None  # without all nodes having been put in order, for each snapshot that is sent
+        if self.nested is not None:
+            return self._guards.get(node)
         at, count = self.numbers[node], len(self.spares)
         return self.spares[at % count] if at < WARDS * count else None
 
@@ -142,7 +173,12 @@ def replica_nodes(segment: Segment, places: Places, replicas: int, ring: Ring | 
     Where these are in too few domains, the spares keep copies as well: all that a node sends goes to the same
     ones, so that one of them has what its roles need to go on there. A node's guard (`Places.guard`) comes
     before all others.
+
+    Where domains are nested, that is so at the level of each copy (`NestedDomains.targets`), and `ring` does
+    not matter.
     """
+    if places.nested is not None:
+        return _apart(segment, places, places.nested, replicas)
     role_nodes, domains = places.role_nodes, places.domains
     source = sender(segment, role_nodes)
     home = role_nodes[source]
@@ -163,6 +199,36 @@ def replica_nodes(segment: Segment, places: Places, replicas: int, ring: Ring | 
                 covered.add(domain_of(node, domains))
                 chosen.append(node)
     return chosen
+
+
+def _apart(segment: Segment, places: Places, nested: NestedDomains, replicas: int) -> list[str]:
+    """`replica_nodes` for nested domains."""
+    home = places.role_nodes[sender(segment, places.role_nodes)]
+    own = dict.fromkeys(places.role_nodes[h] for h in segment.holders if h in places.role_nodes)
+    chosen: list[str] = []
+    targets = nested.targets(home, replicas)
+    keepers = [target.node for target in targets]
+    if targets and (guard := places.guard(home)) is not None:
+        keepers.insert(0, guard)
+    for wanted, (_, level) in enumerate(targets, start=2):
+        covered = {nested.at(node, level) for node in (*own, *chosen)}
+        # The sender and the targets up to this one are in so many domains: there are always enough.
+        for node in keepers:
+            if len(covered) < wanted and (domain := nested.at(node, level)) not in covered:
+                covered.add(domain)
+                chosen.append(node)
+    return chosen
+
+
+def all_left(places: Places, gone: Collection[str], replicas: int) -> bool:
+    """Whether all that was copied is on other nodes, too, if those in `gone` are lost at once."""
+    if places.nested is None:
+        return len({domain_of(node, places.domains) for node in gone}) <= replicas
+    lost = {node: role for role, node in places.role_nodes.items() if node in gone}
+    return all(
+        any(node not in gone for node in replica_nodes(Segment((role,), ()), places, replicas))
+        for role in lost.values()
+    )
 
 
 def spares_of(nodes: Iterable[str], role_nodes: Mapping[int, str]) -> list[str]:

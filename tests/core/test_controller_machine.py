@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -118,6 +118,7 @@ class Agent:
 
     def __init__(self, job: ControlPlane, name: str, rank: int) -> None:
         self.job, self.name, self.rank = job, name, rank
+        self.domain = job.domains.get(name, name)
         self.peer = -1
         self.reports = 0
         """Over this connection, after the greeting."""
@@ -195,7 +196,7 @@ class Agent:
             term=self.term,
             pid=1,
             node_rank=self.rank,
-            domain=self.name,
+            domain=self.domain,
             data="data:1",
             holdings=self.holdings(),
             said=[*(self.layouts[role] for role in self.workers if role in self.layouts), *said],
@@ -293,11 +294,13 @@ class ControlPlane:
         groups: int = 1,
         job: str = "",
         join: Sequence[int] | None = None,
+        domains: Mapping[str, str] | None = None,
         **settings: Any,
     ) -> None:
         """`groups`: replica groups, of roles in a row; where there are several, each has all the state.
-        `job`: its id. `join`: the nodes that are there; default: all."""
-        self.id = job
+        `job`: its id. `join`: the nodes that are there; default: all. `domains`: of nodes; default: each is
+        one."""
+        self.id, self.domains = job, domains or {}
         about = {"replicas": 1, "spares": spares, "controller": "host:1", "max_restarts": 0, **settings}
         self.settings = Settings(nodes, nproc, Command("train.py"), **about)
         self.roles = range(self.settings.world_size)
@@ -1214,6 +1217,23 @@ def test_a_node_that_died_with_the_controller_is_missed() -> None:
     assert job.records_of("detected")[0].reason == "lost while the controller was away"
     job.all_report()
     assert job.records_of("decided")[1].more["moved"] == {1: "node2"}
+
+
+@pytest.mark.parametrize("racks", [True, False])
+def test_a_rack_that_died_with_the_controller_is_missed_as_soon_as_a_node(racks: bool) -> None:
+    """Its copies are in another, so nothing would be lost; of two nodes of which that is not known it may."""
+    domains = {f"node{at}": f"rack{at // 2}/node{at}" for at in range(6)} if racks else {}
+    job = ControlPlane(nodes=4, spares=2, domains=domains)
+    job.all_step(1)
+    for name in ("node0", "node1"):
+        del job.agents[name]
+    restart(job, "node2", "node3", "node4", "node5")
+    job.wait(0.1)
+    tell(job)
+    job.wait(takeover.GRACE + takeover.QUIET + 0.5)
+    assert bool(job.records_of("detected")) is racks
+    job.wait(job.settings.silence_limit)
+    assert job.records_of("detected")
 
 
 def test_where_nodes_take_long_to_come_back_the_last_ones_have_longer() -> None:

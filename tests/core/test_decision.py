@@ -187,6 +187,23 @@ def test_of_equal_spares_the_one_that_has_copies_takes_over() -> None:
     }
 
 
+def test_of_equal_spares_the_one_whose_rack_has_fewest_roles_takes_over() -> None:
+    idle = {"x": 2, "s": 2, "t": 2, "u": 2}
+    domains = {"x": "a/b/x", "s": "a/b/s", "t": "a/c/t", "u": "d/e/u"}
+    assert assign(PLACES, idle, [2, 3], 4, domains=domains).roles == {0: "x", 1: "x", 2: "u", 3: "u"}
+    del idle["u"]
+    assert assign(PLACES, idle, [2, 3], 4, domains=domains).roles == {0: "x", 1: "x", 2: "t", 3: "t"}
+    copies = {2: ["s"]}
+    assert assign(PLACES, idle, [2], 4, copies, domains=domains).roles[2] == "s", "it has what is needed"
+
+
+def test_nodes_of_a_lost_rack_do_not_all_go_to_the_same_one() -> None:
+    places = {0: "x", 1: "y", 2: "v", 3: "w"}
+    idle = {"v": 0, "w": 0, "s": 1, "t": 1, "u": 1}
+    domains = {"v": "b/v", "w": "b/w", "s": "b/s", "t": "c/t", "u": "d/u"}
+    assert assign(places, idle, [0, 1], 1, domains=domains).roles == {0: "t", 1: "u", 2: "v", 3: "w"}
+
+
 def test_they_are_spread_when_no_spare_has_room() -> None:
     assert assign(PLACES, {"s": 1, "x": 1}, [2, 3], 4).roles == {0: "x", 1: "x", 2: "s", 3: "x"}
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
+from ft_core.protocol.domains import domain_of
 from ft_core.state import placement
 from ft_core.state.manifest import Segment
-from ft_core.state.placement import Places, domain_of, sender, survives
+from ft_core.state.placement import Places, sender, survives
 
 
 def unique(role: int) -> Segment:

@@ -15,8 +15,9 @@ from core.reports import RoleReport
 
 from ft_core.control.decide.decision import Choice, NodeReport, choose_version
 from ft_core.errors import Unrecoverable
+from ft_core.protocol.domains import domain_of, within
 from ft_core.state.manifest import Segment
-from ft_core.state.placement import Places, domain_of, replica_nodes, sender
+from ft_core.state.placement import Places, replica_nodes, sender
 
 BEFORE_BARRIER = ("compute", "sync", "commit", "norm", "optimizer", "gather")
 BEFORE_SYNC = ("compute", "commit", "sync", "norm", "optimizer", "gather")
@@ -31,6 +32,7 @@ class Layout:
     dp: int
     per_node: int = 1
     rack: int = 0
+    nested: bool = False  # nodes say which rack they are in, and which of its nodes they are
     replicas: int = 1
     unique: bool = True  # each role has a segment of its own: an optimizer shard, or experts
     gather: bool = True  # parameters are gathered after the optimizer: a sharded optimizer
@@ -74,7 +76,8 @@ class SimulatedJob:
         self.ranks = [Rank() for _ in range(layout.world)]
         self.node = {r: f"n{r // layout.per_node}" for r in range(layout.world)}
         self.live = set(self.node.values())
-        self.domains = {n: f"rack{int(n[1:]) // layout.rack}" for n in self.live} if layout.rack else {}
+        racks = {n: f"rack{int(n[1:]) // layout.rack}" for n in self.live} if layout.rack else {}
+        self.domains = {n: f"{rack}/{n}" if layout.nested else rack for n, rack in racks.items()}
         self.arrived: dict[tuple[str, int, tuple[int, ...]], set[int]] = {}
         self.segments: dict[int, list[Segment]] = {}
         self.pushes: dict[int, list[tuple[str, str]]] = {r: [] for r in range(layout.world)}
@@ -161,10 +164,12 @@ class SimulatedJob:
             begin(rank.slots, rank.version)
 
     def lose_domains(self, count: int) -> None:
-        """Lose up to `count` failure domains, one after the other, while the others go on."""
-        names = sorted({domain_of(n, self.domains) for n in self.live})
+        """Lose up to `count` failure domains, one after the other, while the others go on: racks, where nodes
+        say theirs."""
+        widest = {n: within(domain_of(n, self.domains))[0] for n in sorted(self.live)}
+        names = sorted(set(widest.values()))
         for domain in self.rng.sample(names, min(count, len(names))):
-            self.live -= {n for n in self.live if domain_of(n, self.domains) == domain}
+            self.live -= {n for n in self.live if widest[n] == domain}
             for _ in range(self.rng.randrange(6)):
                 self.step()
 
@@ -254,6 +259,10 @@ SOUND = [
     Layout(3, 2, replicas=2),
     Layout(2, 3, per_node=2, replicas=2),
     Layout(2, 4, rack=2),
+    Layout(2, 4, rack=2, nested=True),
+    Layout(2, 5, rack=4, nested=True),  # the last rack is smaller
+    Layout(2, 4, per_node=2, rack=2, nested=True, unique=False),
+    Layout(2, 4, rack=2, nested=True, replicas=2),
     Layout(3, 1),
     Layout(2, 2, gather=False, norm_over_world=False, phases=BEFORE_SYNC),
     Layout(3, 2, unique=False, gather=False, norm_over_world=False, phases=BEFORE_SYNC, replicas=1),

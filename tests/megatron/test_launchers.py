@@ -37,6 +37,7 @@ from harness import (
 )
 from ports import free_port
 
+from ft_core.cli import failure_domains
 from ft_core.cli.ask import status
 from ft_core.node import metrics
 from ft_core.process.sigterm import ENDED
@@ -376,3 +377,13 @@ def test_probes_and_scrapers_ask_where_something_answers() -> None:
     monitor = yaml.safe_load((ROOT / "recipes" / "monitoring" / "podmonitor.yaml").read_text())
     assert {each["port"] for each in monitor["spec"]["podMetricsEndpoints"]} == ports.keys()
     assert all(each["path"] in metrics.PAGES for each in monitor["spec"]["podMetricsEndpoints"])
+
+
+def test_labels_of_a_pod_are_where_ftrun_looks_for_them() -> None:
+    job, container, values = pod()
+    [volume] = [each for each in job["template"]["spec"]["volumes"] if "downwardAPI" in each]
+    [item] = volume["downwardAPI"]["items"]
+    [mount] = [each["mountPath"] for each in container["volumeMounts"] if each["name"] == volume["name"]]
+    assert f"{mount}/{item['path']}" == f"/{failure_domains.LABELS}"
+    assert item["fieldRef"] == {"fieldPath": "metadata.labels"}
+    assert "NODE_NAME" in values  # what an operator's file may call the machine

@@ -130,11 +130,52 @@ def test_free_checkpointing_ratio_is_the_papers() -> None:
         ("--num-experts 3 --expert-model-parallel-size 2", "--num-experts"),
         ("--hidden-size 0", "--hidden-size"),
         ("--parameters 7", "more than one model"),
+        ("--context-parallel-size 3", "--world-size"),
+        ("--num-query-groups 3 --tensor-model-parallel-size 2", "--num-query-groups"),
+        ("--ffn-hidden-size 4097 --tensor-model-parallel-size 2", "--ffn-hidden-size"),
+        ("--hidden-size 1000 --num-attention-heads 16", "give --kv-channels"),
+        ("--num-experts 4 --moe-router-topk 8", "--moe-router-topk 8"),
+        ("--global-batch-size 6", "cannot be dealt 4 ways"),
+        ("--pipeline-model-parallel-size 0", "--pipeline-model-parallel-size 0: give a number of 1"),
+        ("--zero-stage 2 --pipeline-model-parallel-size 2", "--zero-stage 2 with pipeline parallelism"),
     ],
 )
 def test_flags_that_clash(flags: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         plan(described(GPT2_MEDIUM, flags))
+
+
+GPT3 = (
+    "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --vocab-size 51200 "
+    "--world-size 1024 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 8 --bf16 "
+    "--global-batch-size 1536"
+)
+LLAMA_3_70B = (
+    "--num-layers 80 --hidden-size 8192 --num-attention-heads 64 --num-query-groups 8 --seq-length 8192 "
+    "--ffn-hidden-size 28672 --swiglu --disable-bias-linear --normalization RMSNorm --vocab-size 128256 "
+    "--position-embedding-type rope --untie-embeddings-and-output-weights --bf16 "
+    "--world-size 64 --tensor-model-parallel-size 8"
+)
+
+
+@pytest.mark.parametrize(("flags", "gigabytes"), [(GPT3, 68), (LLAMA_3_70B, 423)])
+def test_memory_that_a_node_needs(flags: str, gigabytes: int) -> None:
+    """Two snapshots of each of its 8 roles, 12 P / N bytes each, and as much for the copies of others: 48 P a
+    node, over N / 8 nodes. The heaviest stage has its share of the embeddings beside that of the layers."""
+    found = plan(described(flags, DISTRIBUTED))
+    assert round(found.memory_per_node / 1e9) == gigabytes
+    parameters_of_all = {GPT3: 174.6e9, LLAMA_3_70B: 70.6e9}[flags]
+    nodes = {GPT3: 128, LLAMA_3_70B: 8}[flags]
+    assert found.memory_per_node == pytest.approx(48 * parameters_of_all / nodes, rel=0.04)
+
+
+def test_what_a_node_sends_is_16_f_over_t_bytes_a_second() -> None:
+    """F: operations a second of a device; T: tokens of a step."""
+    found = plan(described(GPT3, DISTRIBUTED))
+    assert found.sent_per_node == pytest.approx(17e9, rel=0.01)
+    flops, tokens = 150e12, 1536 * 2048
+    # The busiest role multiplies with more parameters than the mean one, where stages are not alike.
+    assert found.sent_per_node / found.compute_seconds(flops) == pytest.approx(16 * flops / tokens, rel=0.05)
 
 
 FLAGS = """--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 50257
@@ -152,6 +193,10 @@ def test_plan_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert ftctl() == 0
     text = capsys.readouterr().out
     assert "any 1 lost node at once" in text
+    assert "at line rate: a bound, give --measured" in text and "at best every 2 steps" in text
+    assert ftctl("--measured", "0.01") == 0
+    measured = capsys.readouterr().out
+    assert "as measured" in measured and "WARNING: copies take" in measured
     assert "66.54 MB of 66.54 MB (100%)" in text  # 12 / 64 bytes a parameter
     assert ftctl("--ft-snapshot", "full") == 0
     assert "66.54 MB of 776.3 MB (9%)" in capsys.readouterr().out  # of 14 bytes a parameter

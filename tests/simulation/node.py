@@ -37,6 +37,11 @@ _PROBE = 1.0
 """Seconds that a node has to answer another."""
 
 
+def domain_of(machine_name: str) -> str:
+    """What a machine is lost with: as a rule nothing else."""
+    return machine_name
+
+
 class SimNode(Process):
     """One agent and what it has started. A node that begins anew has another name on the same machine."""
 
@@ -55,7 +60,7 @@ class SimNode(Process):
         self.epoch = 0
         about = About(
             node=self.name,
-            domain=machine_name,
+            domain=domain_of(machine_name),
             node_rank=rank,
             pid=job.pid(),
             data=f"{self.name}:1",

@@ -115,6 +115,10 @@ class Case:
     settings: Settings | None = None
     standalone: bool = False
     """All nodes of the job are on this machine."""
+    domain: str = ""
+    """`--ft-domain` of this machine."""
+    domain_from: str = ""
+    """`--ft-domain-from`."""
     problem: str = ""
     """Why the command line cannot be run."""
     job_dir: Path | None = None
@@ -214,6 +218,8 @@ def _command(words: Sequence[str], frameworks: Iterable[Framework]) -> dict[str,
         "launcher": launcher,
         "arguments": args.command[1:],
         "standalone": args.standalone,
+        "domain": args.ft_domain,
+        "domain_from": args.ft_domain_from,
         "job_dir": args.job_dir,
     }
     try:

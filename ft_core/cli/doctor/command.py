@@ -4,6 +4,7 @@
     ftctl doctor ftrun --nnodes 4 ... train.py --ft   and this command line, before it is run
     ftctl doctor --job-dir DIR                        and a running job: what would the next failure find?
     ftctl doctor --patches                            what of torch and the frameworks is replaced, and why
+    ftctl doctor --network HOST HOST ...              on all of them at once: the rate at which state travels
 
 Run it on every node, spares too, in the environment of the job (`srun`, `kubectl exec`): it sees one machine.
 """
@@ -14,11 +15,14 @@ import argparse
 import dataclasses
 import itertools
 import json
+import sys
 from pathlib import Path
 
 from ft_core import patching, plugins
-from ft_core.cli.doctor import job, machine, network, software
+from ft_core.cli.doctor import job, machine, network, racks, rate, software
 from ft_core.cli.doctor.case import Case, Finding, Level, case
+from ft_core.errors import FtError
+from ft_core.settings import read_secret
 
 _SIGNS = {Level.OK: "ok  ", Level.WARN: "warn", Level.FAIL: "FAIL"}
 
@@ -33,13 +37,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="the same, for programs")
     parser.add_argument("--patches", action="store_true", help="list what is replaced in frameworks")
     parser.add_argument(
+        "--network",
+        nargs="+",
+        metavar="HOST[:PORT]",
+        help="how fast nodes send each other state: give all of them, on all of them. Each sends to the "
+        f"next, by the job's transport and secret (default port {rate.PORT})",
+    )
+    parser.add_argument(
         "words", nargs=argparse.REMAINDER, metavar="command ...", help="the job's command line, or its script"
     )
 
 
 def examine(case: Case) -> list[Finding]:
     """What all checks say, in the order of their reading."""
-    parts = (software, machine, network, job)
+    parts = (software, machine, network, racks, job)
     return [finding for part in parts for check in part.CHECKS for finding in check(case)]
 
 
@@ -55,10 +66,22 @@ def _list_patches(as_json: bool) -> int:
     return 0
 
 
+def _network(args: argparse.Namespace) -> int:
+    try:
+        found = rate.measure(args.network, read_secret(args.job_dir))
+    except (FtError, OSError) as error:
+        print(f"ftctl doctor --network: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps({"network": dataclasses.asdict(found)}) if args.json else found, flush=True)
+    return 0
+
+
 def main(args: argparse.Namespace) -> int:
     """Print the findings. Returns 1 if any check failed."""
     if args.patches:
         return _list_patches(args.json)
+    if args.network:
+        return _network(args)
     found = examine(case(args.job_dir, args.controller, args.words))
     failed = any(f.level is Level.FAIL for f in found)
     if args.json:

@@ -7,8 +7,10 @@ import json
 import socket
 from collections.abc import Container, Iterator, Mapping
 
+from ft_core.cli.doctor import racks
 from ft_core.cli.doctor.case import Case, Check, Finding, fail, judge, ok, warn
 from ft_core.errors import FtError
+from ft_core.protocol.domains import domain_of
 from ft_core.protocol.messages import (
     NAMED,
     Denied,
@@ -22,7 +24,7 @@ from ft_core.protocol.messages import (
 from ft_core.protocol.sockets import split_address
 from ft_core.protocol.table import placed
 from ft_core.state.manifest import Segment
-from ft_core.state.placement import domain_of, survives
+from ft_core.state.placement import Places, spares_of, survives
 
 _REACH = 3.0
 LOOKED_AT = 64
@@ -88,7 +90,8 @@ def replicas(case: Case) -> Iterator[Finding]:
             for number, row in enumerate(found.roles()):
                 alive |= {row.node} if row.agent_pid is not None else set()
                 rows += [row] * (number % every == 0)
-            alive |= {spare.node for spare in found.spares()}
+            idle = {spare.node: spare.idle for spare in found.spares()}
+            alive |= idle.keys()
             roles, nodes = placed(found.hosts())
             answers: dict[int, ToCtl] = {}
             refused: list[str] = []
@@ -102,11 +105,13 @@ def replicas(case: Case) -> Iterator[Finding]:
         return
     domains = len(_domains(nodes))
     least = case.status.roles
+    held: dict[int, list[set[str]]] = {}
     for row in rows:
         if not isinstance(described := answers.get(row.role), RoleDescribed):
             why = next((each for each in refused if f"role {row.role} " in f"{each} "), "no answer")
             few.append(f"role {row.role}: {why}")
             continue
+        held[row.role] = _held(row, described.state, roles, alive & nodes.keys())
         copies = _copies(row, described.state, roles, nodes, alive)
         if copies < min(k, domains - 1):
             few.append(f"role {row.role} on {row.node}")
@@ -126,6 +131,11 @@ def replicas(case: Case) -> Iterator[Finding]:
     else:
         text = f"verified copies suffice after the loss of any {least} failure domain(s){of_some}"
         yield ok("replicas", text)
+    labels = {node: about.domain for node, about in nodes.items()}
+    nested = Places(roles, labels, spares_of(nodes, roles)).nested
+    if nested is not None and k and not few:
+        ready = {node: count for node, count in idle.items() if node in nodes}
+        yield from racks.lost(nested, held, roles, ready)
     yield from _reachable({name: nodes[name] for name in _some(nodes, alive)}, len(alive))
 
 
@@ -157,6 +167,18 @@ def _copies(
         holding = [node for node, versions in row.replicas.get(segment.id, {}).items() if versions]
         worst = min(worst, survives(segment, roles, domains, holding))
     return worst if segments and row.held else -1
+
+
+def _held(
+    row: RoleStatus, state: RoleState, places: Mapping[int, str], alive: Container[str]
+) -> list[set[str]]:
+    """The nodes that have each part of the role's state."""
+    found = []
+    for segment in map(Segment.of, state.segments):
+        own = {places[role] for role in segment.holders if role in places}
+        kept = {node for node, versions in row.replicas.get(segment.id, {}).items() if versions}
+        found.append({node for node in own | kept if node in alive})
+    return [nodes for nodes in found if nodes]
 
 
 def _reachable(nodes: Mapping[str, NodeAddress], of: int) -> Iterator[Finding]:

@@ -76,7 +76,9 @@ class Plan:
     stage: int
     rows: tuple[PlanRow, ...]
     sent_per_rank: int
+    sent_per_node: int
     received_per_node: int
+    state_per_node: int
     snapshots_per_rank: int
     memory_per_node: int
     copies: Mapping[int, int]
@@ -104,14 +106,14 @@ class Plan:
         return 6 * self.compute_params * self.tokens / flops
 
     def transfer_seconds(self, bandwidth: float) -> float:
-        """Sending the busiest rank's replicas at `bandwidth` bytes per second per device."""
-        return self.sent_per_rank / bandwidth
+        """Sending the busiest node's replicas at `bandwidth` bytes per second, which its roles share."""
+        return max(self.sent_per_node, self.received_per_node) / bandwidth
 
     def free_checkpointing_ratio(self, step_seconds: float, bandwidth: float) -> float:
         """FFTrainer's equations 1 and 2: at 1 or above, replication hides behind the step.
 
-        With bytes sent = 12 phi / D (mixed precision, Adam, k = 1) and the step at its computing time, it
-        is D B S V / (2 F).
+        With one device a node, bytes sent = 12 phi / D (mixed precision, Adam, k = 1) and the step at its
+        computing time, it is D B S V / (2 F).
         """
         transfer = self.transfer_seconds(bandwidth)
         return step_seconds / transfer if transfer else math.inf
@@ -134,7 +136,7 @@ def plan(job: PlannedJob) -> Plan:
     received: Counter[str] = Counter()
     copies: Counter[int] = Counter()
     same_domain = 0
-    places = Places(hosts.role_nodes, hosts.domains, hosts.spare_nodes)
+    places = hosts.places
     rings: dict[tuple[str, int], Ring] = {}  # by the first of the peers
     for role, stage in enumerate(of_stage):
         for (kind, sharded), nbytes in parts[stage].items():
@@ -153,9 +155,14 @@ def plan(job: PlannedJob) -> Plan:
                 same_domain += 1
 
     totals = [sum(sizes.values()) for sizes in parts]
-    memory: Counter[str] = Counter()
+    state: Counter[str] = Counter()
+    sent_by_node: Counter[str] = Counter()
     for role, node in hosts.role_nodes.items():
-        memory[node] += 2 * totals[of_stage[role]]
+        state[node] += totals[of_stage[role]]
+        sent_by_node[node] += sent[role]
+    memory = Counter({node: 2 * nbytes for node, nbytes in state.items()})
+    for node in hosts.spare_nodes:  # which has room for what may come to it from the start
+        memory[node] += 2 * max(state.values())
     for node, nbytes in received.items():
         memory[node] += 2 * nbytes
     heaviest = max(range(model.stages), key=lambda s: totals[s])
@@ -163,7 +170,9 @@ def plan(job: PlannedJob) -> Plan:
         stage=heaviest,
         rows=tuple(_row(job, tensor, of_stage.index(heaviest)) for tensor in groups[heaviest]),
         sent_per_rank=max(sent.values()),
+        sent_per_node=max(sent_by_node.values()),
         received_per_node=max(received.values(), default=0),
+        state_per_node=max(state.values()),
         snapshots_per_rank=2 * max(totals),
         memory_per_node=max(memory.values()),
         copies=dict(sorted(copies.items())),

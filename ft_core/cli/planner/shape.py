@@ -13,7 +13,8 @@ from functools import cached_property
 from typing import Protocol
 
 from ft_core.errors import ConfigError
-from ft_core.state.placement import domain_of
+from ft_core.protocol.domains import SEPARATOR, domain_of
+from ft_core.state.placement import WARDS, Places
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,23 @@ class Hosts:
     nodes_per_domain: int = 1
     spares: int = 0
     replicas: int = 1
+    ready: int = 0
+    """Roles of each node that standbys have started ahead of need, on spares too."""
+
+    @property
+    def nodes(self) -> int:
+        """Those that train."""
+        return -(-self.world_size // self.nproc_per_node)
+
+    @property
+    def guarded(self) -> int:
+        """Nodes of which a spare has the copies, and all roles started."""
+        return min(self.nodes, WARDS * self.spares) if self.ready >= self.nproc_per_node else 0
+
+    @cached_property
+    def places(self) -> Places:
+        """For whoever asks where copies go."""
+        return Places(self.role_nodes, self.domains, self.spare_nodes, self.ready > 0)
 
     @cached_property
     def role_nodes(self) -> dict[int, str]:
@@ -39,11 +57,10 @@ class Hosts:
 
     @cached_property
     def domains(self) -> dict[str, str]:
-        """Nodes fill failure domains in order."""
+        """Nodes fill racks in order; without those each is a domain."""
         nodes = enumerate([*dict.fromkeys(self.role_nodes.values()), *self.spare_nodes])
-        return (
-            {n: f"domain{i // self.nodes_per_domain}" for i, n in nodes} if self.nodes_per_domain > 1 else {}
-        )
+        each = self.nodes_per_domain
+        return {node: f"rack{at // each}{SEPARATOR}{node}" for at, node in nodes} if each > 1 else {}
 
     @property
     def failure_domains(self) -> int:
@@ -100,6 +117,16 @@ class DataParallel:
     def peers(self, role: int, kind: str) -> Sequence[int]:
         """All roles of the job."""
         return range(self.world_size)
+
+
+def check_batch(sequences: int, ways: int) -> None:
+    """Raise ConfigError unless the sequences of a step can be dealt to so many data-parallel roles, or groups
+    of roles that share them."""
+    if ways > 0 and sequences % ways:
+        raise ConfigError(
+            f"--global-batch-size {sequences} cannot be dealt {ways} ways, which is the data-parallel size: "
+            "each has as many sequences as another"
+        )
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from ft_core.control.decide.compact import contains
 from ft_core.control.decide.groups import Places
 from ft_core.control.decide.ladder import Escalation, Rung
 from ft_core.errors import Unrecoverable
+from ft_core.protocol.domains import SEPARATOR
 from ft_core.protocol.messages import Origin, Redundancy, RoleHeld
 
 Sources = dict[int, dict[str, list[str]]]
@@ -110,9 +111,11 @@ def decide(
     idle = {name: node.idle for name, node in cluster.nodes.items()}
     near = copies(_takers(cluster, places, lost), cluster.catalogue, lost)
     placed = {**places, **starting} if starting else places  # all of them take room
-    assign = partial(
-        decision.assign, placed, lost=lost, capacity=cluster.settings.nproc_per_node, copies=near
-    )
+    racks = {
+        name: node.hello.domain for name, node in cluster.nodes.items() if SEPARATOR in node.hello.domain
+    }
+    capacity = cluster.settings.nproc_per_node
+    assign = partial(decision.assign, placed, lost=lost, capacity=capacity, copies=near, domains=racks)
     others = {name: count for name, count in idle.items() if name not in cluster.draining}
     assignment = assign(idle=others, avoided=avoided)
     if assignment.unplaced and cluster.draining:  # none of those is given a role, but for its own

@@ -14,6 +14,7 @@ from itertools import chain, repeat
 from typing import Literal, Protocol
 
 from ft_core.errors import Unrecoverable
+from ft_core.protocol.domains import within
 from ft_core.protocol.table import moved_roles
 
 SOURCES = 8
@@ -193,20 +194,21 @@ def assign(
     capacity: int,
     copies: Mapping[int, Collection[str]] | None = None,
     avoided: Collection[str] = (),
+    domains: Mapping[str, str] | None = None,
 ) -> Assignment:
     """Find workers for the `lost` roles: on other nodes than the `avoided` ones, and there if need be.
 
     As `_assign`.
     """
-    willing = idle
+    willing, domains = idle, domains or {}
     if avoided:
         willing = {node: count for node, count in idle.items() if node not in avoided}
-    first = _assign(placements, willing, lost, capacity, copies)
+    first = _assign(placements, willing, lost, capacity, copies, domains)
     if not avoided or not first.unplaced:
         return first
     taken = Counter(first.roles[role] for role in lost if role in first.roles)
     left = {node: count - taken[node] for node, count in idle.items()}
-    return _assign({**placements, **first.roles}, left, first.unplaced, capacity, copies)
+    return _assign({**placements, **first.roles}, left, first.unplaced, capacity, copies, domains)
 
 
 def _assign(
@@ -215,6 +217,7 @@ def _assign(
     lost: Collection[int],
     capacity: int,
     copies: Mapping[int, Collection[str]] | None,
+    domains: Mapping[str, str],
 ) -> Assignment:
     """Find workers for the `lost` roles.
 
@@ -223,8 +226,8 @@ def _assign(
     crashed on its own node. A role goes back to its node while that has idle workers, for its state is in
     memory there. The roles of a dead node go together to one node if one has enough idle workers, else
     they are spread. Nodes that play no role come first, then those that play few; of equals, the one that
-    has most `copies` (role -> nodes, one for each of its segments that a node holds), then the one that fits
-    most tightly.
+    has most `copies` (role -> nodes, one for each of its segments that a node holds), then the one whose rack
+    has fewest roles (`domains`), then the one that fits most tightly.
     """
     free = {node: count for node, count in idle.items() if count > 0}
     roles = dict(placements)  # in its order
@@ -239,13 +242,14 @@ def _assign(
         else:
             groups.setdefault(home, []).append(role)
     free = {n: left for n, count in free.items() if (left := min(count, capacity - load[n])) > 0}
+    crowds = _Crowds(load, domains)
 
     unplaced: list[int] = []
     for group in sorted(groups.values(), key=lambda g: (-len(g), g)):
         pending = group
         while pending:
             near = Counter(node for role in pending for node in (copies or {}).get(role, ()))
-            order = sorted(free, key=lambda n: (load[n], -near[n], free[n], n))
+            order = sorted(free, key=lambda n: (load[n], -near[n], crowds.around(n), free[n], n))
             whole = [n for n in order if free[n] >= len(pending)]
             if not order:
                 break
@@ -254,6 +258,7 @@ def _assign(
             count = min(free[node], len(pending))
             roles |= dict.fromkeys(pending[:count], node)
             load[node] += count
+            crowds.add(node, count)
             free[node] -= count
             if not free[node]:
                 del free[node]
@@ -262,6 +267,27 @@ def _assign(
     for role in unplaced:
         roles.pop(role, None)
     return Assignment(roles, tuple(sorted(unplaced)))
+
+
+class _Crowds:
+    """How many roles there are in each failure domain that has others in it: a rack, not a node. Copies need
+    racks of like size."""
+
+    def __init__(self, load: Mapping[str, int], domains: Mapping[str, str]) -> None:
+        """`load`: nodes with their numbers of roles. `domains`: of nodes that are in others."""
+        self._around = {node: within(domain)[:-1] for node, domain in domains.items()}
+        self._roles = Counter[str]()
+        for node in self._around.keys() & load.keys():
+            self.add(node, load[node])
+
+    def add(self, node: str, count: int) -> None:
+        """A node is given so many roles."""
+        for domain in self._around.get(node, ()):
+            self._roles[domain] += count
+
+    def around(self, node: str) -> tuple[int, ...]:
+        """The numbers of those that it is in, the widest first."""
+        return tuple(self._roles[domain] for domain in self._around.get(node, ()))
 
 
 class PlacementCapacity:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ft_core.control.cluster_state import ClusterState, epoch_of
 from ft_core.control.events import Effect, Send
 from ft_core.control.observe.goodput import Found
 from ft_core.control.phases import Rebuilding
 from ft_core.control.progress import Progress
 from ft_core.protocol.messages import Plan, SendState
+from ft_core.state.placement import Places, all_left, spares_of
 
 GRACE = 1.5
 """Seconds that the nodes of the plan have to come, once the first has told of it."""
@@ -58,9 +61,19 @@ def complete(cluster: ClusterState, phase: Rebuilding, arriving: int, now: float
     quiet, limit = now - phase.heard_at, cluster.settings.silence_limit
     waits = arriving and quiet <= limit
     rest = max(QUIET, min(phase.heard_at - phase.began, limit))
-    if len({cluster.current_plan.nodes[name].domain for name in missing}) > cluster.settings.replicas:
-        rest = limit  # without them something would be lost
-    return now - phase.began > GRACE and quiet > rest and not waits
+    if waits or now - phase.began <= GRACE or quiet <= min(rest, limit):
+        return False
+    if phase.left is None or phase.left[0] != missing:
+        phase.left = missing, _all_left(cluster, missing)
+    return quiet > (rest if phase.left[1] else limit)
+
+
+def _all_left(cluster: ClusterState, missing: Collection[str]) -> bool:
+    """Whether what these nodes had is on others as well: else something would be lost without them."""
+    plan, settings = cluster.current_plan, cluster.settings
+    domains = {name: where.domain for name, where in plan.nodes.items()}
+    places = Places(plan.roles, domains, spares_of(plan.nodes, plan.roles), settings.guarded)
+    return all_left(places, missing, settings.replicas)
 
 
 def unbegun(cluster: ClusterState, plan: Plan) -> bool:

@@ -17,6 +17,7 @@ from ft_core.control.cluster_state import ClusterState
 from ft_core.control.events import Effect, Peer, Record, Send
 from ft_core.control.liveness.strikes import place
 from ft_core.control.phases import Phase
+from ft_core.protocol.domains import shared
 from ft_core.protocol.groups import runs_of, text_of
 from ft_core.protocol.messages import (
     NAMED,
@@ -261,7 +262,7 @@ def status(cluster: ClusterState, phase: Phase, finished: set[int], pid: int, no
     domains: Counter[str] = Counter()
     ready = 0
     for node in cluster.spares():
-        domains[node.hello.domain] += 1
+        domains[shared(node.hello.domain)] += 1
         ready += node.idle >= settings.nproc_per_node
     struck = _struck(cluster, now)
     return JobStatus(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ft_core.errors import TransportError
 from ft_core.net.transport import TcpTransport
@@ -34,6 +34,8 @@ class Replicator:
         self._sent: dict[int, tuple[int, int]] = {}
         self._seconds = 0.0
         self._plan: NodePlan | None = None
+        self._known: tuple[NodePlan, bool, Places] | None = None
+        """Where all are, as of a plan, with spares that guard or not."""
 
     def use(self, settings: Settings) -> None:
         """How many copies there are, and whether spares keep them first. The script may bring others before
@@ -71,8 +73,7 @@ class Replicator:
         roles = plan.roles
         if adopter is not None:  # what it had alone is where its adopter is
             roles = {**roles, role: roles[adopter]}
-        domains = {node: where.domain for node, where in plan.nodes.items()}
-        places = Places(roles, domains, spares_of(plan.nodes, roles), self._guarded)
+        places = self._places_of(plan, roles)
         peers = places.ring(ring)
         for index, segment in enumerate(buffer.segments):
             if sender(segment, roles) != role:
@@ -94,6 +95,17 @@ class Replicator:
             sent, snapshots = self._sent.get(role, (0, 0))
             self._sent[role] = (sent + total, snapshots + 1)
             self._seconds += time.monotonic() - started if total else 0.0
+
+    def _places_of(self, plan: NodePlan, roles: Mapping[int, str]) -> Places:
+        """Worked out once for all snapshots of a plan; of a role that was adopted, each time."""
+        known, guarded, own = self._known, self._guarded, roles is plan.roles
+        if own and known is not None and known[0] is plan and known[1] is guarded:
+            return known[2]
+        domains = {node: where.domain for node, where in plan.nodes.items()}
+        places = Places(roles, domains, spares_of(plan.nodes, roles), guarded)
+        if own:
+            self._known = plan, guarded, places
+        return places
 
     def sent(self, role: int) -> tuple[int, int]:
         """Payload bytes sent for a role since the start, and for how many snapshots."""

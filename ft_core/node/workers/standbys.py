@@ -128,7 +128,8 @@ class Ready:
         if self._plan is None or plan.epoch != self._plan.epoch:
             self._settled = now + SETTLED
         self._plan = plan
-        places = Places(plan.roles, {}, spares_of(plan.nodes, plan.roles), guarded=True)
+        domains = {node: where.domain for node, where in plan.nodes.items()}
+        places = Places(plan.roles, domains, spares_of(plan.nodes, plan.roles), guarded=True)
         wards: dict[str, list[int]] = {node: [] for node in places.wards(self._about.node)}
         for role, node in plan.roles.items() if wards else ():
             if node in wards:
