@@ -24,7 +24,7 @@ only knows one subject, such as a drain or the plan's delivery, returns them to 
 
 One failure, followed through the code: a node says that a worker has died (`WorkerFailures.worker_lost`), its
 role is lost (`RecoveryCoordinator.fail`), and the epoch ends (`end_epoch`): all are told to leave it. Once
-all nodes have said what they hold, `decide.deciding.decide` says how to go on: from which version, and who
+all nodes have said what they hold, `decide.next_epoch.decide` says how to go on: from which version, and who
 plays which role; `RecoveryCoordinator.start_epoch` sends that plan. Nodes say that they have their state, and
 that a step was done (`Reports.on_progress`). What does not help in place climbs `decide.ladder`
 (`RecoveryCoordinator.escalate`).

@@ -1,6 +1,6 @@
 """Decides how the job goes on, where that is open: whether it can begin, and what follows an epoch's end.
 
-What is best is found by pure functions (`decide.deciding`, `decide.forming`); here it is asked for once all
+What is best is found by pure functions (`decide.next_epoch`, `decide.forming`); here it is asked for once all
 have reported, and carried out.
 """
 
@@ -12,19 +12,18 @@ from typing import assert_never
 
 from ft_core.control.cluster_state import ALL_IS_LOST
 from ft_core.control.decide import ladder
-from ft_core.control.decide.deciding import (
-    AskStorage,
-    GiveUp,
-    Outcome,
-    Shortage,
-    StandbyComes,
-    Start,
-    StartOver,
-    decide,
-    older_than_promised,
-)
 from ft_core.control.decide.forming import first_places
 from ft_core.control.decide.ladder import EscalationCause, Rung
+from ft_core.control.decide.next_epoch import decide, older_than_promised
+from ft_core.control.decide.outcomes import (
+    AwaitStandby,
+    ListCheckpoints,
+    NextEpoch,
+    NoStateLeft,
+    NotEnoughWorkers,
+    Outcome,
+    RestartScripts,
+)
 from ft_core.control.liveness import strikes
 from ft_core.control.observe import explain
 from ft_core.control.observe.observations import TimeGoes
@@ -103,9 +102,9 @@ class Decisions:
             log.warning("%s", ALL_IS_LOST)
         if durable:
             newest = max(durable)
-            recovery.start_epoch(Start(roles, newest, "durable", {}, [], durable[newest]))
+            recovery.start_epoch(NextEpoch(roles, newest, "durable", {}, [], durable[newest]))
         else:
-            recovery.start_epoch(Start(roles, None, "initial", {}, []))
+            recovery.start_epoch(NextEpoch(roles, None, "initial", {}, []))
 
     # -- after an epoch's end ------------------------------------------------------------------------
 
@@ -125,20 +124,20 @@ class Decisions:
             return
         cluster.remember_the_lost()
         outcome = self._outcome(phase)
-        if isinstance(outcome, StandbyComes) or self._wait_for_unreachable_nodes(outcome):
+        if isinstance(outcome, AwaitStandby) or self._wait_for_unreachable_nodes(outcome):
             self._enter_waiting(phase)
-        elif isinstance(outcome, AskStorage):
+        elif isinstance(outcome, ListCheckpoints):
             self.ask_durable_versions(outcome.nodes)
-        elif isinstance(outcome, Shortage):
+        elif isinstance(outcome, NotEnoughWorkers):
             self._handle_shortage(phase, outcome)
-        elif isinstance(outcome, Start):
+        elif isinstance(outcome, NextEpoch):
             older = outcome.origin != "durable" and older_than_promised(cluster, outcome.version)
             if not older or not self.end_if_storage_unreadable():
                 recovery.start_epoch(outcome, recovery.prestart.records())
-        elif isinstance(outcome, StartOver):
+        elif isinstance(outcome, RestartScripts):
             if not self.end_if_storage_unreadable():
                 self._restart_scripts(outcome)
-        elif isinstance(outcome, GiveUp):
+        elif isinstance(outcome, NoStateLeft):
             self._nothing_in_memory_helps(outcome)
         else:
             assert_never(outcome)
@@ -160,12 +159,12 @@ class Decisions:
 
         outcome = found()
         attempt = prestart.attempt
-        if isinstance(outcome, Shortage) and attempt is not None and attempt.leaves:
+        if isinstance(outcome, NotEnoughWorkers) and attempt is not None and attempt.leaves:
             self._out.emit(*prestart.fail(cluster, "others need the places more"))
             outcome = found()
         return outcome
 
-    def _nothing_in_memory_helps(self, outcome: GiveUp) -> None:
+    def _nothing_in_memory_helps(self, outcome: NoStateLeft) -> None:
         """There is only what scripts can begin with by themselves."""
         cluster, recovery = self._cluster, self._recovery
         problems = recovery.checkpoints.errors.values()
@@ -187,13 +186,13 @@ class Decisions:
         nobody = cluster.nodes.keys().isdisjoint(cluster.roles_by_node)
         begun = cluster.initial_version is not None or self._recovery.plan_was_inherited
         unknown = begun and nobody
-        if isinstance(outcome, Start):
+        if isinstance(outcome, NextEpoch):
             older = outcome.version is None or outcome.version < cluster.newest_seen - 1
             bad = (cluster.trained and older) or (unknown and outcome.origin != "memory")
-        elif isinstance(outcome, Shortage):
+        elif isinstance(outcome, NotEnoughWorkers):
             bad = False  # of workers: what the policy says
         else:
-            bad = not isinstance(outcome, AskStorage) or cluster.trained or unknown
+            bad = not isinstance(outcome, ListCheckpoints) or cluster.trained or unknown
         missed = detector.missed(now) if bad else []
         if missed:
             limit = cluster.settings.silence_limit
@@ -206,9 +205,9 @@ class Decisions:
             self._out.emit(*detector.look_for(missed, now))
         return bool(missed)
 
-    def _restart_scripts(self, outcome: StartOver) -> None:
+    def _restart_scripts(self, outcome: RestartScripts) -> None:
         """Memory does not suffice: end all workers; once they are replaced, let the scripts begin anew."""
-        left, recovery, epoch = outcome.left, self._recovery, self._cluster.epoch
+        left, recovery, epoch = outcome.still_alive, self._recovery, self._cluster.epoch
         if self._out.recorded_in("starting_over") < epoch:
             if recovery.escalation is None:
                 log.warning("%s\nThe script is started again from its own newest checkpoint.", outcome.reason)
@@ -220,19 +219,19 @@ class Decisions:
             recovery.end_epoch("starting_over", outcome.reason, sorted(left))
             return
         self._cluster.forget()
-        recovery.start_epoch(Start(outcome.roles, None, "initial", {}, outcome.lost))
+        recovery.start_epoch(NextEpoch(outcome.roles, None, "initial", {}, outcome.lost))
 
     def _enter_waiting(self, phase: Quiescing | Waiting) -> None:
         """Something is missing, or still is: wait for it, unless that is so already."""
         if isinstance(phase, Quiescing):
             self._recovery.transition(Waiting(phase.since))
 
-    def _handle_shortage(self, phase: Quiescing | Waiting, shortage: Shortage) -> None:
+    def _handle_shortage(self, phase: Quiescing | Waiting, shortage: NotEnoughWorkers) -> None:
         """There are too few workers: wait for a node, or end the job, as the policy says."""
         cluster, recovery = self._cluster, self._recovery
         groups = cluster.groups
-        groups.withdrawn |= set(groups.roles(groups.of(shortage.combine)))  # whole ones
-        recovery.kill_workers(shortage.combine)
+        groups.withdrawn |= set(groups.roles(groups.of(shortage.release_workers_of)))  # whole ones
+        recovery.kill_workers(shortage.release_workers_of)
         what, nodes = explain.shortage(cluster, shortage)
         if recovery.leaving:
             told = "the job was told to end (SIGTERM), so it does not wait for a node"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ft_core.control.cluster_state import Node
-from ft_core.control.decide.deciding import can_be_spared
+from ft_core.control.decide.next_epoch import can_be_spared
 from ft_core.control.liveness import strikes
 from ft_core.control.liveness.links import Broken, Pair
 from ft_core.control.observe.observations import FirstSign
@@ -28,7 +28,7 @@ class NodeFailures:
         group back, that is given up, and nobody else notices. If it had roles, the epoch ends
         (`RecoveryCoordinator.fail`, `end_epoch`): all workers leave their step (`Abort`), the other agents
         report what they hold (`HoldingsChanged`), and once all have (`Decisions.settle`), other nodes get its
-        roles (`deciding.decide`, `RecoveryCoordinator.start_epoch`), or the job waits for one. If it had
+        roles (`next_epoch.decide`, `RecoveryCoordinator.start_epoch`), or the job waits for one. If it had
         none, nobody stops: the others are told where no more copies are to be kept.
         """
         cluster, recovery, out = self._cluster, self._recovery, self._out

@@ -14,9 +14,9 @@ from typing import Any
 from ft_core.control.cluster_state import ClusterState
 from ft_core.control.completion import Completion
 from ft_core.control.decide import ladder, plans
-from ft_core.control.decide.deciding import Start
 from ft_core.control.decide.durable_names import Checkpoints
 from ft_core.control.decide.ladder import Escalation, EscalationCause, Rung
+from ft_core.control.decide.outcomes import NextEpoch
 from ft_core.control.emitter import Emitter
 from ft_core.control.events import End, PrintConsole
 from ft_core.control.liveness.failure_detector import FailureDetector
@@ -115,14 +115,14 @@ class RecoveryCoordinator:
             self.escalation = None
             self._workers_to_exit.clear()
 
-    def start_epoch(self, start: Start, counts: Sequence[tuple[int, m.Counts]] = ()) -> None:
+    def start_epoch(self, start: NextEpoch, counts: Sequence[tuple[int, m.Counts]] = ()) -> None:
         """Begin an epoch. `counts`: the start-up operations of newcomers that have replayed them already."""
         cluster, before, now = self.cluster, self.cluster.plan, self.out.now
         self.prestart.epoch_begins(start.roles, now)
         self.draining.epoch_begins(cluster)
         self.failure_detector.begins()
         self.completion.left.clear()
-        self.completion.finished -= set(start.lost)  # their scripts run once more
+        self.completion.finished -= set(start.newcomers)  # their scripts run once more
         cluster.groups.withdrawn = set()
         cluster.groups.changed(start.version, start.roles)
         if before is None or (cluster.initial_version is None and start.origin == "durable"):
@@ -132,19 +132,21 @@ class RecoveryCoordinator:
             # INV-14 (parts): a durable checkpoint may be of before a part's end.
             cluster.parts = [end for end in cluster.parts if end <= start.version]
         job = before.job if before is not None else self._ids()
-        cluster.takes_part(start.roles, start.lost)
+        cluster.takes_part(start.roles, start.newcomers)
         for role, known in counts:
             cluster.records.say(role, known)
         plan = plans.make(cluster, start, name=f"{cluster.epoch}-{self._ids()}", job=job)
         self.install_plan(plan, plans.own_plans(cluster, plan))
         self.transition(Running())
         self._shortage, self.escalation = "", None
-        moved = {role: start.roles[role] for role in start.lost if role in start.roles}
+        moved = {role: start.roles[role] for role in start.newcomers if role in start.roles}
         about = {"version": start.version, "origin": start.origin, "moved": moved}
         cause = Cause.START_UP if start.origin == "initial" else Cause.RESTORING
         time = TimeGoes(Cause.UNKNOWN if self.protection.unprotected else cause, cluster.epoch)
         self.tell_of_strikes()  # so that whoever has the plan knows of the failures before it
-        self.out.record("decided", f"version {start.version} ({start.origin})", start.lost, time, **about)
+        self.out.record(
+            "decided", f"version {start.version} ({start.origin})", start.newcomers, time, **about
+        )
         self.protection.record()
         self.out.emit(*self.delivery.to_all(before, now))
         if cluster.settings.policy == "shrink":

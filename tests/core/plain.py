@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
 
-from ft_core.control.decide.decision import _FEW, SOURCES, Choice, Loss, NodeReport, _explain
+from ft_core.control.decide.holdings import NodeReport
 from ft_core.control.decide.records import Operations
+from ft_core.control.decide.version_choice import _FEW, SOURCES, Choice, Loss, _explain
 from ft_core.errors import Unrecoverable
 from ft_core.protocol.groups import GroupId, parse, series_of
 from ft_core.protocol.messages import Counts, NodeName

@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class RoleReport:
-    """A role's `ft_core.control.decide.decision.RoleHoldings`, and where that is."""
+    """A role's `ft_core.control.decide.holdings.RoleHoldings`, and where that is."""
 
     role: int
     node: str

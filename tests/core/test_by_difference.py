@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_core.control.cluster_state import hosts_now
-from ft_core.control.decide import decision
-from ft_core.control.decide.decision import NodeReport
+from ft_core.control.decide import version_choice
+from ft_core.control.decide.holdings import NodeReport
 from ft_core.control.decide.inventory import NodeInventory
 from ft_core.control.decide.records import completed
 from ft_core.errors import Unrecoverable
@@ -103,12 +103,12 @@ def test_the_choice_is_that_of_looking_at_every_role(seed: int) -> None:
     }
     wanted = outcome(plain.choose_version, [full(name, now[name]) for name in alive], *about, **more)
     assert wanted == outcome(
-        decision.choose_version, [full(name, now[name]) for name in alive], *about, **more
+        version_choice.choose_version, [full(name, now[name]) for name in alive], *about, **more
     )
     told = [held(name, first[name], now[name]).report for name in alive]
     for report in told:
         report.home = list(report.roles) == [role for role, name in previous.items() if name == report.node]
-    assert wanted == outcome(decision.choose_version, told, *about, **more)
+    assert wanted == outcome(version_choice.choose_version, told, *about, **more)
 
 
 def but_for_said(told: tuple[int, Any, Any]) -> object:

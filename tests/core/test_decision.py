@@ -7,14 +7,9 @@ from dataclasses import replace
 import pytest
 from core.reports import RoleReport
 
-from ft_core.control.decide.decision import (
-    SOURCES,
-    Assignment,
-    Choice,
-    NodeReport,
-    assign,
-    choose_version,
-)
+from ft_core.control.decide.holdings import NodeReport
+from ft_core.control.decide.role_placement import Assignment, assign
+from ft_core.control.decide.version_choice import SOURCES, Choice, choose_version
 from ft_core.errors import Unrecoverable
 
 # Two data-parallel peers, one a node: "p" are the parameters, "a" and "b" their optimizer shards.

@@ -8,7 +8,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_core.control.decide import decision
+from ft_core.control.decide import role_placement
 from ft_core.control.decide.groups import Groups, Places
 from ft_core.elastic.rules import Membership, Start
 from ft_core.protocol.messages import MembershipChanges, Redundancy, ReplicaGroup, ReplicaGroups
@@ -74,7 +74,7 @@ def plain_returning(
         roles = [role for role in range(group, ROLES, 3) if role in away]
         taken = Counter(node for role, node in now.items() if role not in placed)
         free = {node: count - taken[node] for node, count in idle.items()}
-        assignment = decision.assign(now, free, roles, capacity, avoided=avoided)
+        assignment = role_placement.assign(now, free, roles, capacity, avoided=avoided)
         if not assignment.unplaced:
             now = assignment.roles
     return {role: node for role, node in now.items() if role not in placed}

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 from core.reports import RoleReport
 
-from ft_core.control.decide.decision import Choice, NodeReport, choose_version
+from ft_core.control.decide.holdings import NodeReport
+from ft_core.control.decide.version_choice import Choice, choose_version
 from ft_core.errors import Unrecoverable
 from ft_core.protocol.domains import domain_of, within
 from ft_core.state.manifest import Segment

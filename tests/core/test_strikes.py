@@ -14,7 +14,7 @@ from failing_jobs import little_memory
 from msgspec.structs import replace
 
 from ft_core.cli.flags import parser, settings_of
-from ft_core.control.decide import decision
+from ft_core.control.decide import role_placement
 from ft_core.control.events import Received
 from ft_core.control.liveness.strikes import _KEPT, TRIES, Strikes, of_node
 from ft_core.errors import ConfigError
@@ -90,13 +90,13 @@ def test_there_is_an_end_to_what_is_kept() -> None:
     ],
 )
 def test_an_avoided_node_is_used_where_there_is_no_other(idle: dict[str, int], placed: str) -> None:
-    assert decision.assign({0: "a"}, idle, [0], 1, avoided={"a"}).roles == {0: placed}
-    assert decision.assign({0: "a"}, {"a": 1, "b": 1}, [0], 1).roles == {0: "a"}
+    assert role_placement.assign({0: "a"}, idle, [0], 1, avoided={"a"}).roles == {0: placed}
+    assert role_placement.assign({0: "a"}, {"a": 1, "b": 1}, [0], 1).roles == {0: "a"}
 
 
 def test_roles_are_placed_on_an_avoided_node_when_the_others_are_full() -> None:
     idle = {"a": 2, "b": 1, "c": 0}
-    found = decision.assign({0: "x", 1: "x"}, idle, [0, 1], 2, avoided={"a"})
+    found = role_placement.assign({0: "x", 1: "x"}, idle, [0, 1], 2, avoided={"a"})
     assert sorted(found.roles.values()) == ["a", "b"] and not found.unplaced
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ft_core.control.cluster_state import ClusterState
-from ft_core.control.decide import decision, ladder, plans
+from ft_core.control.decide import ladder, outcomes, plans, version_choice
 from ft_core.control.decisions import Decisions
 from ft_core.control.events import Record
 from ft_core.control.liveness.failure_detector import FailureDetector
@@ -195,12 +195,12 @@ def one_copy_is_enough() -> None:
 
 def the_newest_version_of_anybody() -> None:
     """The decision takes the newest version that somebody holds, not the newest that everybody can have."""
-    missing = decision._Holdings.missing
+    missing = version_choice._VersionIndex.missing
 
     def mutated(self: Any, version: int | None) -> Any:
         return [] if version == max(self.versions, default=None) else missing(self, version)
 
-    decision._Holdings.missing = mutated  # type: ignore[method-assign]
+    version_choice._VersionIndex.missing = mutated  # type: ignore[method-assign]
 
 
 def copies_of_another_past_are_kept() -> None:
@@ -457,7 +457,7 @@ def steps_that_nobody_told_of_stay_unknown() -> None:
     """Those who were to tell of their samples are lost, and the plan says that the ledger has them."""
     original = plans.make
 
-    def mutated(cluster: ClusterState, start: decision.Start, name: str, job: str) -> m.Plan:
+    def mutated(cluster: ClusterState, start: outcomes.NextEpoch, name: str, job: str) -> m.Plan:
         return replace(original(cluster, start, name, job), ledger_through=start.version or 0)
 
     plans.make = mutated

@@ -187,7 +187,7 @@ class Groups:
         found: Places = {}
         if not self.known:
             return found
-        room, members = decision.PlacementCapacity(placed, idle, capacity, avoided), self._members()
+        room, members = role_placement.PlacementCapacity(placed, idle, capacity, avoided), self._members()
         away = set(range(self._start.roles)) - placed.keys() - self.withdrawn
         for group in self.of(away):
             roles = [role for role in members[group] if role in away]

@@ -11,7 +11,7 @@ from itertools import chain
 
 from msgspec.structs import replace
 
-from ft_core.control.decide.decision import NodeReport
+from ft_core.control.decide.holdings import NodeReport
 from ft_core.protocol.messages import (
     AgentHello,
     Counts,

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from ft_core.control.cluster_state import ClusterState
 from ft_core.control.decide import compact
-from ft_core.control.decide.deciding import Start
 from ft_core.control.decide.groups import Places, by_node
+from ft_core.control.decide.outcomes import NextEpoch
 from ft_core.control.decide.records import Records
 from ft_core.protocol.messages import (
     Host,
@@ -26,7 +26,7 @@ from ft_core.protocol.messages import (
 from ft_core.protocol.table import placed
 
 
-def make(cluster: ClusterState, start: Start, name: str, job: str) -> Plan:
+def make(cluster: ClusterState, start: NextEpoch, name: str, job: str) -> Plan:
     """The next epoch's. `name`: the plan's id."""
     ordered = sorted(start.roles)
     lead = cluster.nodes[start.roles[ordered[0]]].holdings
@@ -49,7 +49,7 @@ def make(cluster: ClusterState, start: Start, name: str, job: str) -> Plan:
         restart_epoch=cluster.restart_epoch,
         counterparts=compact.counterparts(cluster.groups.absent(start.roles)),
         adopting=cluster.groups.adopting,
-        newcomers=sorted(start.lost),
+        newcomers=sorted(start.newcomers),
         groups=cluster.groups.value(),
         catalogue=cluster.compact_catalogue(),
         initial_version=cluster.initial_version,

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Sequence
 
 from ft_core.control.cluster_state import ClusterState
-from ft_core.control.decide.deciding import GiveUp, Outcome, Shortage, Start
 from ft_core.control.decide.ladder import Escalation, Rung
+from ft_core.control.decide.outcomes import NextEpoch, NoStateLeft, NotEnoughWorkers, Outcome
 from ft_core.control.liveness.strikes import TRIES
 from ft_core.protocol.messages import WorkerLost
 from ft_core.settings import Settings
@@ -77,7 +77,7 @@ def begins_anew(escalation: Escalation, reason: str, settings: Settings) -> str:
     )
 
 
-def shortage(cluster: ClusterState, found: Shortage) -> tuple[str, list[str]]:
+def shortage(cluster: ClusterState, found: NotEnoughWorkers) -> tuple[str, list[str]]:
     """That there are too few workers; and the lost nodes, if that is why."""
     nodes = sorted({cluster.places[role] for role in found.roles} - set(cluster.nodes))
     what = f"no worker for roles [{some(found.roles)}] (lost nodes: {some(nodes) or 'none'})"
@@ -86,7 +86,7 @@ def shortage(cluster: ClusterState, found: Shortage) -> tuple[str, list[str]]:
 
 def loses(outcome: Outcome) -> str:
     """What it would cost to go on without the nodes that are out of sight."""
-    if isinstance(outcome, Start):
+    if isinstance(outcome, NextEpoch):
         return f"the job goes back to version {outcome.version}"
     return "the memory of the others does not suffice"
 
@@ -113,7 +113,7 @@ def missing_at_the_start(ranks: Sequence[int]) -> str:
     return f"the job waits to begin: there is no node of rank {some(ranks)}, and no spare for it"
 
 
-def the_end(cluster: ClusterState, outcome: GiveUp, unread: Iterable[str]) -> str:
+def the_end(cluster: ClusterState, outcome: NoStateLeft, unread: Iterable[str]) -> str:
     """Nothing helps. `unread`: why checkpoints cannot be read."""
     if not outcome.unrecoverable:
         return outcome.reason

@@ -14,8 +14,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from ft_core.control.cluster_state import ClusterState, Node, to
-from ft_core.control.decide.decision import PlacementCapacity
 from ft_core.control.decide.groups import Places
+from ft_core.control.decide.role_placement import PlacementCapacity
 from ft_core.control.events import Close, Effect, Peer, Record, Send
 from ft_core.control.liveness.strikes import place
 from ft_core.control.observe import explain

@@ -48,7 +48,7 @@ CheckpointName = Annotated[
 Stage = Literal["startup", "training"]
 """Whether a worker has reached its first train step in this job."""
 Origin = Literal["memory", "initial", "durable"]
-"""Where the state of an epoch comes from, see `control.decide.decision.Choice`."""
+"""Where the state of an epoch comes from, see `control.decide.version_choice.Choice`."""
 ProbeResult = Literal["reached", "refused", "silent"]
 """How a node is seen from another: its agent answers; nobody listens at its port any more, so its process has
 ended; or nothing comes."""

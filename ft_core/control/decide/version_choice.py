@@ -1,20 +1,19 @@
-"""What to do about a failure: the version everyone goes on from, and who plays the roles that were lost.
+"""The version that everyone goes on from after a failure: pure functions on what the agents reported.
 
-Pure functions on what the agents reported. `docs/recovery_rule.md` says why the rule is right.
+`docs/recovery_rule.md` says why the rule is right.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from heapq import heappop, heappush
-from itertools import chain, repeat
-from typing import Literal, Protocol
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Literal
 
+from ft_core.control.decide.holdings import NodeReport, all_have
 from ft_core.errors import Unrecoverable
-from ft_core.protocol.domains import within
 from ft_core.protocol.table import moved_roles
 
 SOURCES = 8
@@ -23,72 +22,6 @@ _FEW = 64
 """Holders among which the least asked is looked for; of more, the next ones are taken."""
 _SHOWN = 16
 """Lost segments that are named."""
-
-
-class RoleHoldings(Protocol):
-    """What an agent says about a role that is, or was, played on its node, once its worker is quiet or
-    dead."""
-
-    @property
-    def alive(self) -> bool:
-        """Whether its worker lives."""
-
-    @property
-    def stage(self) -> Literal["startup", "training"]:
-        """Its worker's: "startup" until its first train step in this job."""
-
-    @property
-    def versions(self) -> Sequence[int]:
-        """The complete local snapshots in the agent's memory: they outlive the worker."""
-
-    @property
-    def segments(self) -> Sequence[str]:
-        """The segments of each of them."""
-
-
-@dataclass
-class NodeReport:
-    """What a live agent holds.
-
-    `replicas` maps a segment's id to the verified versions kept for other nodes. `segments` maps the id of
-    every segment the agent knows of, its own or not, to the segment's holders.
-    """
-
-    node: str
-    domain: str
-    roles: Mapping[int, RoleHoldings] = field(default_factory=dict)
-    replicas: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    segments: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    at: Sequence[Sequence[int]] | None = None
-    """Versions of the roles, where those do not say it: of all the same, or of each, in order."""
-    copies_at: Sequence[Sequence[int]] | None = None
-    """The same of replicas."""
-    ids: frozenset[str] | None = None
-    """All segments of its roles, if that is known, and each has some."""
-    home: bool = False
-    """Whether it is known that its roles are those that were placed there when the failure came."""
-
-    def each_role(self) -> Iterator[tuple[int, RoleHoldings, Sequence[int]]]:
-        """With its versions."""
-        if self.at is None:
-            return ((role, own, own.versions) for role, own in self.roles.items())
-        return ((role, own, at) for (role, own), at in zip(self.roles.items(), self._each(self.at)))  # noqa: B905
-
-    def each_copy(self) -> Iterator[tuple[str, Sequence[int]]]:
-        """Segments kept for others, with their versions."""
-        if self.copies_at is None:
-            return iter(self.replicas.items())
-        return zip(self.replicas, self._each(self.copies_at))  # noqa: B905
-
-    def has_all(self, version: int | None) -> bool:
-        """Whether all of its roles are known to have that version, and what it consists of."""
-        if self.ids is None or self.at is None:
-            return False
-        return _all_have(self.at, version)
-
-    @staticmethod
-    def _each(at: Sequence[Sequence[int]]) -> Iterable[Sequence[int]]:
-        return repeat(at[0]) if len(at) == 1 else at
 
 
 @dataclass(frozen=True)
@@ -154,7 +87,7 @@ def choose_version(
     Raises Unrecoverable, with what was lost, when neither memory nor start-up nor a checkpoint helps.
     """
     roles = list(roles)
-    holdings = _Holdings(reports, roles, placements or {}, previous or {}, catalogue)
+    holdings = _VersionIndex(reports, roles, placements or {}, previous or {}, catalogue)
     best: tuple[int, list[tuple[int, str | None]]] | None = None
     for version in sorted(holdings.versions | ({initial} if initial is not None else set()), reverse=True):
         lost = holdings.missing(version)
@@ -179,162 +112,7 @@ def choose_version(
     raise Unrecoverable(_explain(wanted, losses, previous or {}))
 
 
-@dataclass(frozen=True)
-class Assignment:
-    """`roles`: role -> node for every role that has a place. `unplaced`: lost roles without one."""
-
-    roles: dict[int, str]
-    unplaced: tuple[int, ...] = ()
-
-
-def assign(
-    placements: Mapping[int, str],
-    idle: Mapping[str, int],
-    lost: Collection[int],
-    capacity: int,
-    copies: Mapping[int, Collection[str]] | None = None,
-    avoided: Collection[str] = (),
-    domains: Mapping[str, str] | None = None,
-) -> Assignment:
-    """Find workers for the `lost` roles: on other nodes than the `avoided` ones, and there if need be.
-
-    As `_assign`.
-    """
-    willing, domains = idle, domains or {}
-    if avoided:
-        willing = {node: count for node, count in idle.items() if node not in avoided}
-    first = _assign(placements, willing, lost, capacity, copies, domains)
-    if not avoided or not first.unplaced:
-        return first
-    taken = Counter(first.roles[role] for role in lost if role in first.roles)
-    left = {node: count - taken[node] for node, count in idle.items()}
-    return _assign({**placements, **first.roles}, left, first.unplaced, capacity, copies, domains)
-
-
-def _assign(
-    placements: Mapping[int, str],
-    idle: Mapping[str, int],
-    lost: Collection[int],
-    capacity: int,
-    copies: Mapping[int, Collection[str]] | None,
-    domains: Mapping[str, str],
-) -> Assignment:
-    """Find workers for the `lost` roles.
-
-    `placements`: role -> node before the failure. `idle`: workers without a role on each live node.
-    `capacity`: roles that a node has devices for; an idle worker beyond it only stands in for one that
-    crashed on its own node. A role goes back to its node while that has idle workers, for its state is in
-    memory there. The roles of a dead node go together to one node if one has enough idle workers, else
-    they are spread. Nodes that play no role come first, then those that play few; of equals, the one that
-    has most `copies` (role -> nodes, one for each of its segments that a node holds), then the one whose rack
-    has fewest roles (`domains`), then the one that fits most tightly.
-    """
-    free = {node: count for node, count in idle.items() if count > 0}
-    roles = dict(placements)  # in its order
-    load = Counter(placements.values())
-    load.subtract(placements[role] for role in lost if role in placements)
-    groups: dict[str | None, list[int]] = {}
-    for role in sorted(lost):
-        home = placements.get(role)
-        if home is not None and free.get(home, 0) > 0:
-            free[home] -= 1
-            load[home] += 1
-        else:
-            groups.setdefault(home, []).append(role)
-    free = {n: left for n, count in free.items() if (left := min(count, capacity - load[n])) > 0}
-    crowds = _Crowds(load, domains)
-
-    unplaced: list[int] = []
-    for group in sorted(groups.values(), key=lambda g: (-len(g), g)):
-        pending = group
-        while pending:
-            near = Counter(node for role in pending for node in (copies or {}).get(role, ()))
-            order = sorted(free, key=lambda n: (load[n], -near[n], crowds.around(n), free[n], n))
-            whole = [n for n in order if free[n] >= len(pending)]
-            if not order:
-                break
-            # Split over as few nodes as possible: those with most idle workers among the least loaded.
-            node = whole[0] if whole else min(order, key=lambda n: (load[n], -free[n], -near[n], n))
-            count = min(free[node], len(pending))
-            roles |= dict.fromkeys(pending[:count], node)
-            load[node] += count
-            crowds.add(node, count)
-            free[node] -= count
-            if not free[node]:
-                del free[node]
-            pending = pending[count:]
-        unplaced += pending
-    for role in unplaced:
-        roles.pop(role, None)
-    return Assignment(roles, tuple(sorted(unplaced)))
-
-
-class _Crowds:
-    """How many roles there are in each failure domain that has others in it: a rack, not a node. Copies need
-    racks of like size."""
-
-    def __init__(self, load: Mapping[str, int], domains: Mapping[str, str]) -> None:
-        """`load`: nodes with their numbers of roles. `domains`: of nodes that are in others."""
-        self._around = {node: within(domain)[:-1] for node, domain in domains.items()}
-        self._roles = Counter[str]()
-        for node in self._around.keys() & load.keys():
-            self.add(node, load[node])
-
-    def add(self, node: str, count: int) -> None:
-        """A node is given so many roles."""
-        for domain in self._around.get(node, ()):
-            self._roles[domain] += count
-
-    def around(self, node: str) -> tuple[int, ...]:
-        """The numbers of those that it is in, the widest first."""
-        return tuple(self._roles[domain] for domain in self._around.get(node, ()))
-
-
-class PlacementCapacity:
-    """Idle workers, for one set of roles after the other that begins without a node: with places as from
-    `assign`, and nodes looked at only where they are taken."""
-
-    def __init__(
-        self,
-        placements: Mapping[int, str],
-        idle: Mapping[str, int],
-        capacity: int,
-        avoided: Collection[str] = (),
-    ) -> None:
-        """Takes what `assign` does."""
-        load = Counter(placements.values())
-        self._free: dict[tuple[bool, int, int], list[str]] = {}
-        """By whether they are avoided, by how many roles and how many idle workers they have: nodes, each a
-        heap."""
-        self.left = 0
-        """Roles for which there is a worker."""
-        for node, count in sorted(idle.items()):
-            if (free := min(count, capacity - load[node])) > 0:
-                self._free.setdefault((node in avoided, load[node], free), []).append(node)
-                self.left += free
-
-    def take(self, roles: Sequence[int]) -> dict[int, str]:
-        """Places for these, of which there are not more than `left`. They are taken then."""
-        found, at = {}, 0
-        while at < len(roles):
-            lacking = len(roles) - at
-            # Together, if possible; else over as few nodes as possible.
-            key = min(
-                self._free, key=lambda k: (k[0], k[2] < lacking, k[1], k[2] if k[2] >= lacking else -k[2])
-            )
-            node = heappop(self._free[key])
-            if not self._free[key]:
-                del self._free[key]
-            avoided, load, free = key
-            count = min(free, lacking)
-            found.update(dict.fromkeys(roles[at : at + count], node))
-            if free > count:
-                heappush(self._free.setdefault((avoided, load + count, free - count), []), node)
-            at, self.left = at + count, self.left - count
-        return found
-
-
-class _Holdings:
+class _VersionIndex:
     """The reports, looked at for one version at a time.
 
     Nearly all nodes have all roles that are placed there, at that version: those are counted node by node,
@@ -380,7 +158,7 @@ class _Holdings:
                 self.versions.update(versions)
                 if not own.segments and not versions and own.alive and own.stage == "startup":
                     self.starting.add(role)
-        self._looked: tuple[int | None, _There] | None = None
+        self._looked: tuple[int | None, _Availability] | None = None
 
     def _remembered(self) -> dict[int, set[str]]:
         """Role -> its segments, as all agents together know them."""
@@ -391,13 +169,13 @@ class _Holdings:
                     known.setdefault(role, set()).add(segment)
         return known
 
-    def _at(self, version: int | None) -> _There:
+    def _at(self, version: int | None) -> _Availability:
         """Who has what at `version`."""
         if self._looked is None or self._looked[0] != version:
             self._looked = version, self._look(version)
         return self._looked[1]
 
-    def _look(self, version: int | None) -> _There:
+    def _look(self, version: int | None) -> _Availability:
         place, before = self._places.get, self._before.get
         sound = {name for at, names in self._alike.items() if version in at for name in names}
         elsewhere = self._moved | self._told.keys()
@@ -415,7 +193,7 @@ class _Holdings:
             if (place(role) not in sound or role in elsewhere) and role not in at_home
         ]
         segments = self._segments(rest)
-        return _There(segments, self._holders(version, set(chain.from_iterable(segments.values()))))
+        return _Availability(segments, self._holders(version, set(chain.from_iterable(segments.values()))))
 
     def _segments(self, roles: list[int]) -> dict[int, Collection[str]]:
         """The segments of some roles. Their own word on it is newer than what others remember of them."""
@@ -435,7 +213,7 @@ class _Holdings:
         nodes: dict[str, list[str]] = {segment: [] for segment in wanted}
         for name, report in self._reports.items() if wanted else ():
             here = wanted.intersection(report.replicas)
-            if here and not _all_have(report.copies_at, version):
+            if here and not all_have(report.copies_at, version):
                 here = {segment for segment, at in report.each_copy() if segment in here and version in at}
             if report.has_all(version):
                 assert report.ids is not None
@@ -511,18 +289,12 @@ class _Holdings:
 
 
 @dataclass(frozen=True)
-class _There:
+class _Availability:
     """What is there of one version. `segments`: of the roles that are not known to be whole on their own
     nodes, in order; `holders`: of those segments, the nodes that have them, in order."""
 
     segments: dict[int, Collection[str]]
     holders: dict[str, list[str]]
-
-
-def _all_have(at: Sequence[Sequence[int]] | None, version: int | None) -> bool:
-    if at is None or len(at) == 1:
-        return at is not None and version in at[0]
-    return all(version in versions for versions in at)
 
 
 def _explain(version: int | None, lost: Sequence[Loss], previous: Mapping[int, str]) -> str:

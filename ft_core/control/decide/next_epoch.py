@@ -1,6 +1,6 @@
 """How to go on after an epoch has ended and all have reported: pure, from what is known.
 
-`decision` has the rules for versions and places; here it is said to what they are applied.
+`version_choice` and `role_placement` have the rules; here it is said to what they are applied.
 """
 
 from __future__ import annotations
@@ -8,86 +8,31 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from ft_core.control.cluster_state import ALL_IS_LOST, ClusterState, Node, copies
-from ft_core.control.decide import decision
+from ft_core.control.decide import role_placement, version_choice
 from ft_core.control.decide.compact import contains
 from ft_core.control.decide.groups import Places
+from ft_core.control.decide.holdings import NodeReport, RoleHoldings
 from ft_core.control.decide.ladder import Escalation, Rung
+from ft_core.control.decide.outcomes import (
+    AwaitStandby,
+    ListCheckpoints,
+    NextEpoch,
+    NoStateLeft,
+    NotEnoughWorkers,
+    Outcome,
+    RestartScripts,
+    Sources,
+)
 from ft_core.errors import Unrecoverable
 from ft_core.protocol.domains import SEPARATOR
 from ft_core.protocol.messages import Origin, Redundancy, RoleHeld
 
-Sources = dict[int, dict[str, list[str]]]
 Durable = Callable[[Collection[str]], Mapping[int, str] | None]
 """The durable checkpoints that these nodes can read, by version; None where that is not known yet."""
-
-
-@dataclass(frozen=True)
-class StandbyComes:
-    """A worker that crashed on a healthy node is restarted there; its standby is about to be up."""
-
-
-@dataclass(frozen=True)
-class AskStorage:
-    """It depends on the durable checkpoints that these nodes can read."""
-
-    nodes: frozenset[str]
-
-
-@dataclass(frozen=True)
-class Shortage:
-    """There is no worker for these roles; `reason`: why the job cannot go on without them.
-
-    `combine`: roles whose workers are to be ended, so that their nodes can fill the holes.
-    """
-
-    roles: list[int]
-    reason: str = ""
-    combine: Places = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Start:
-    """The next epoch: places, and what to go on from. `lost`: the roles that begin with another worker."""
-
-    roles: Places
-    version: int | None
-    origin: Origin
-    sources: Sources
-    lost: list[int]
-    durable: str = ""
-    """Name of the durable checkpoint, if it is one."""
-
-
-@dataclass(frozen=True)
-class StartOver:
-    """Memory does not suffice, but the script, started again, goes on from a checkpoint of its own.
-
-    `left`: workers that have to be ended before.
-    """
-
-    reason: str
-    roles: Places
-    lost: list[int]
-
-    @property
-    def left(self) -> Places:
-        """Role -> node of the roles that live."""
-        return {role: node for role, node in sorted(self.roles.items()) if role not in self.lost}
-
-
-@dataclass(frozen=True)
-class GiveUp:
-    """Nothing helps. `unrecoverable`: for want of a version that every role could have."""
-
-    reason: str
-    unrecoverable: bool = False
-
-
-Outcome = StandbyComes | AskStorage | Shortage | Start | StartOver | GiveUp
 
 
 def decide(
@@ -115,7 +60,7 @@ def decide(
         name: node.hello.domain for name, node in cluster.nodes.items() if SEPARATOR in node.hello.domain
     }
     capacity = cluster.settings.nproc_per_node
-    assign = partial(decision.assign, placed, lost=lost, capacity=capacity, copies=near, domains=racks)
+    assign = partial(role_placement.assign, placed, lost=lost, capacity=capacity, copies=near, domains=racks)
     others = {name: count for name, count in idle.items() if name not in cluster.draining}
     assignment = assign(idle=others, avoided=avoided)
     if assignment.unplaced and cluster.draining:  # none of those is given a role, but for its own
@@ -131,21 +76,21 @@ def decide(
     stay = (role for role in lost if places[role] not in avoided or role in assignment.unplaced)
     crashed = Counter(places[role] for role in stay if places[role] in idle)
     if any(idle[node] < count for node, count in crashed.items()) and not standby_overdue:
-        return StandbyComes()
+        return AwaitStandby()
     if assignment.unplaced and clears and not standby_overdue:
-        return StandbyComes()
+        return AwaitStandby()
     if assignment.unplaced:
         left = _without(cluster, roles, assignment.unplaced)
-        if isinstance(left, Shortage):
+        if isinstance(left, NotEnoughWorkers):
             return left
         roles = left
     elif cluster.settings.policy == "shrink":
         roles = {**roles, **starting}
 
-    def from_the_scripts_checkpoint(reason: str, *, there_is_one: bool) -> StartOver | GiveUp:
+    def from_the_scripts_checkpoint(reason: str, *, there_is_one: bool) -> RestartScripts | NoStateLeft:
         if there_is_one and not cluster.groups.adopted(roles):
-            return StartOver(reason, roles, lost)
-        return GiveUp(reason, unrecoverable=True)
+            return RestartScripts(reason, roles, lost)
+        return NoStateLeft(reason, unrecoverable=True)
 
     try:
         if escalation is not None and escalation.rung is Rung.RESTART:
@@ -157,7 +102,7 @@ def decide(
             chosen = _choose(cluster, roles, places, durable)
     except Unrecoverable as error:
         return from_the_scripts_checkpoint(str(error), there_is_one=cluster.script_resumes)
-    if isinstance(chosen, AskStorage):
+    if isinstance(chosen, ListCheckpoints):
         return chosen
     if chosen.version is not None and chosen.version < cluster.script_start_version:
         reason = (
@@ -168,13 +113,13 @@ def decide(
         return from_the_scripts_checkpoint(reason, there_is_one=True)
     if chosen.origin == "initial" and (bare := _never_copied(cluster, roles, chosen.sources)):
         if bare <= set(assignment.unplaced):
-            return Shortage(sorted(bare), "what they have alone has not been copied yet")
-        return GiveUp(f"what roles {sorted(bare)} had alone is lost; start the job again")
+            return NotEnoughWorkers(sorted(bare), "what they have alone has not been copied yet")
+        return NoStateLeft(f"what roles {sorted(bare)} had alone is lost; start the job again")
     joined = roles.keys() - places.keys()
     newcomers = sorted({role for role in (*lost, *moved) if role in roles} | joined)
     found = durable(set(roles.values())) or {} if chosen.origin == "durable" else {}
     name = found.get(chosen.version, "") if chosen.version is not None else ""
-    return Start(roles, chosen.version, chosen.origin, chosen.sources, newcomers, name)
+    return NextEpoch(roles, chosen.version, chosen.origin, chosen.sources, newcomers, name)
 
 
 def _takers(cluster: ClusterState, places: Places, lost: Collection[int]) -> Iterator[Node]:
@@ -196,7 +141,7 @@ def can_be_spared(cluster: ClusterState, name: str) -> bool:
         reports = [_as_of_beats(node, cluster) for node in nodes]
         about = cluster.places, cluster.initial_version, ()
         try:
-            choice = decision.choose_version(
+            choice = version_choice.choose_version(
                 reports, *about, reached=cluster.newest_seen, catalogue=cluster.catalogue
             )
         except Unrecoverable:
@@ -207,10 +152,10 @@ def can_be_spared(cluster: ClusterState, name: str) -> bool:
     return suffice(node for node in nodes if node.name != name) or not suffice(nodes)
 
 
-def _as_of_beats(node: Node, cluster: ClusterState) -> decision.NodeReport:
+def _as_of_beats(node: Node, cluster: ClusterState) -> NodeReport:
     """What it holds now: it has reported when the epoch before ended."""
     known = node.holdings.report
-    roles: dict[int, decision.RoleHoldings] = {
+    roles: dict[int, RoleHoldings] = {
         role: RoleHeld(own.alive, own.stage, list(versions), list(own.segments))
         for role, own, versions in known.each_role()
     }
@@ -218,7 +163,7 @@ def _as_of_beats(node: Node, cluster: ClusterState) -> decision.NodeReport:
         segments = list(cluster.catalogue.get(role, ()))
         roles[role] = RoleHeld(alive=True, stage="training", versions=beat.held, segments=segments)
     copies = {**dict(known.each_copy()), **node.replicas}
-    return decision.NodeReport(node.name, node.hello.domain, roles, copies)
+    return NodeReport(node.name, node.hello.domain, roles, copies)
 
 
 def older_than_promised(cluster: ClusterState, version: int | None) -> bool:
@@ -233,14 +178,16 @@ class _Choice:
     sources: Sources
 
 
-def _choose(cluster: ClusterState, roles: Places, places: Places, durable: Durable) -> _Choice | AskStorage:
+def _choose(
+    cluster: ClusterState, roles: Places, places: Places, durable: Durable
+) -> _Choice | ListCheckpoints:
     """What to go on from. Raises Unrecoverable."""
     nodes = frozenset(roles.values())
     if cluster.initial_version is None:
         return _as_begun(cluster, nodes, durable)
     known, adopted = _segments(cluster, roles, places), cluster.groups.adopted(roles)
     choose = partial(
-        decision.choose_version,
+        version_choice.choose_version,
         [node.holdings.report for node in cluster.nodes.values()],
         [*roles, *adopted],
         cluster.initial_version,
@@ -262,7 +209,7 @@ def _choose(cluster: ClusterState, roles: Places, places: Places, durable: Durab
         or cluster.nodes.keys().isdisjoint(cluster.roles_by_node)
     ):
         if (found := _durable(cluster, nodes, durable)) is None:
-            return AskStorage(nodes)
+            return ListCheckpoints(nodes)
         choice = choose(durable=found)
     sources = dict(choice.sources)
     for role in adopted:  # without what its adopter has anyway
@@ -270,12 +217,12 @@ def _choose(cluster: ClusterState, roles: Places, places: Places, durable: Durab
     return _Choice(choice.version, choice.origin, sources)
 
 
-def _as_begun(cluster: ClusterState, nodes: frozenset[str], durable: Durable) -> _Choice | AskStorage:
+def _as_begun(cluster: ClusterState, nodes: frozenset[str], durable: Durable) -> _Choice | ListCheckpoints:
     """Nobody who is left has ever reached training: start-up goes on towards what it was begun with."""
     version, origin = cluster.started_from
     if cluster.forgotten:
         if (found := _durable(cluster, nodes, durable)) is None:
-            return AskStorage(nodes)
+            return ListCheckpoints(nodes)
         if not found:
             raise Unrecoverable(ALL_IS_LOST)
         return _Choice(max(found), "durable", {})
@@ -283,13 +230,13 @@ def _as_begun(cluster: ClusterState, nodes: frozenset[str], durable: Durable) ->
         cluster.roles_by_node
     ):  # they may have trained, unheard
         if (found := _durable(cluster, nodes, durable)) is None:
-            return AskStorage(nodes)
+            return ListCheckpoints(nodes)
         if found:
             return _Choice(max(found), "durable", {})
     if origin == "durable":
         # Unless the newest has turned out to be damaged, the same again.
         if (found := _durable(cluster, nodes, durable)) is None:
-            return AskStorage(nodes)
+            return ListCheckpoints(nodes)
         if not found:
             raise Unrecoverable(_all_are_damaged(cluster))
         version = max(found)
@@ -298,12 +245,12 @@ def _as_begun(cluster: ClusterState, nodes: frozenset[str], durable: Durable) ->
 
 def _from_storage(
     cluster: ClusterState, nodes: frozenset[str], durable: Durable, escalation: Escalation
-) -> _Choice | AskStorage | None:
+) -> _Choice | ListCheckpoints | None:
     """The newest durable checkpoint, if one is to be used; None: what scripts begin with by themselves."""
     if escalation.skip_durable:
         return None
     if (found := _durable(cluster, nodes, durable)) is None:
-        return AskStorage(nodes)
+        return ListCheckpoints(nodes)
     if not found and cluster.begins_with_durable:
         raise Unrecoverable(_all_are_damaged(cluster))
     return _Choice(max(found), "durable", {}) if found else None
@@ -347,13 +294,13 @@ def _never_copied(cluster: ClusterState, roles: Places, sources: Sources) -> set
     return {role for role in cluster.groups.adopted(roles) if role in began and not sources.get(role)}
 
 
-def _without(cluster: ClusterState, placed: Places, unplaced: Sequence[int]) -> Places | Shortage:
+def _without(cluster: ClusterState, placed: Places, unplaced: Sequence[int]) -> Places | NotEnoughWorkers:
     """Policy `shrink`: the roles that go on without the groups of those that have no place."""
     lacking = list(unplaced)
     if cluster.settings.policy != "shrink":
-        return Shortage(lacking)
+        return NotEnoughWorkers(lacking)
     left, reason = cluster.groups.without(placed, unplaced)
     if left:
         return left
     combine = {role: placed[role] for role in cluster.groups.to_combine(placed, unplaced)}
-    return Shortage(lacking, reason, combine)
+    return NotEnoughWorkers(lacking, reason, combine)
