@@ -6,7 +6,7 @@ from bisect import bisect
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-from ft_core.control.decide import compact, decision
+from ft_core.control.decide import compact, role_placement
 from ft_core.elastic.rules import AHEAD, Membership, Start
 from ft_core.protocol.messages import (
     GroupFamily,
