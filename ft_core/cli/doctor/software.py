@@ -80,8 +80,11 @@ def nccl_errors(case: Case) -> Iterator[Finding]:
     value = case.environment.get(name)
     if value is None and not case.gpus:
         return
-    found = f"{name}={value}" if value is not None else f"{name} is not set, which means 3"
-    if value is None or value in _TEARS_DOWN:
+    if value is None:
+        yield ok("nccl errors", f"{name} is not set: ftrun's workers get {nccl_environment.DEFAULTS[new]}")
+        return
+    found = f"{name}={value}"
+    if value in _TEARS_DOWN:
         yield fail(
             "nccl errors",
             found,
