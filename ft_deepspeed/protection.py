@@ -56,7 +56,7 @@ from ft_deepspeed.resumption import Resumption
 from ft_deepspeed.state import DeepSpeedAdapter
 from ft_deepspeed.tape import Tape
 from ft_deepspeed.trainer import TrainerLoop
-from ft_deepspeed.zero import inner_optimizer, unsupported
+from ft_deepspeed.zero import inner_optimizer
 
 log = logging.getLogger(__name__)
 
@@ -97,8 +97,6 @@ class Protection:
 
         Raises ConfigError when this engine cannot be protected; it is untouched then.
         """
-        if (reason := unsupported(engine)) is not None:
-            raise ConfigError(reason)
         self._engine, self._session, self.references = engine, session, references
         if shrink and references.in_parts:
             log.warning("%s %s, so the job waits when one is lost", POLICY, IN_PARTS)

@@ -71,10 +71,8 @@ class DeepSpeedAdapter:
 
     def __init__(self, engine: Any, lean: bool) -> None:
         """`engine`: as deepspeed.initialize made it, before its first forward pass. `lean`: snapshots leave
-        out what all roles together can derive. Raises ValueError if its configuration has something that is
-        not covered (see `ft_deepspeed.zero.unsupported`)."""
-        if (reason := zero.unsupported(engine)) is not None:
-            raise ValueError(f"this DeepSpeed configuration cannot be protected: {reason}")
+        out what all roles together can derive. Raises ConfigError if it cannot be protected."""
+        zero.check(engine)
         self.engine, self.lean = engine, lean
         self._layout = zero.layout(engine, lean)
         self.lacks_weights = False

@@ -25,7 +25,7 @@ from ft_deepspeed import boundary
 from ft_deepspeed.config import SECTION
 from ft_deepspeed.module_state import ModuleState, scripts
 from ft_deepspeed.state import DeepSpeedAdapter
-from ft_deepspeed.zero import inner_optimizer, unsupported
+from ft_deepspeed.zero import inner_optimizer
 
 Result = TypeVar("Result")
 
@@ -61,8 +61,6 @@ class ProtectedTraining(Loop):
             raise ConfigError(
                 "ProtectedTraining on DeepSpeed waits for a node where one is lost: use policy wait"
             )
-        if (reason := unsupported(engine)) is not None:
-            raise ConfigError(reason)
         self._state = LoopState(engine, self._session.lean)
         boundary.install(engine, self._session)
         self._session.point("startup")

@@ -10,7 +10,7 @@ from pathlib import Path
 import ft_core
 
 ORDER = (
-    *("errors", "plugins", "import_hook", "patching", "patched"),
+    *("errors", "refusals", "plugins", "import_hook", "patching", "patched"),
     *(
         "process",
         "protocol",
