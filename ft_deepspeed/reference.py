@@ -38,8 +38,9 @@ OTHERS = (
 class Protecting(Protocol):
     """The protected engine, see `ft_deepspeed.protection`."""
 
-    dealing: Any
-    """Who deals the samples, where replica groups may be away."""
+    @property
+    def dealing(self) -> Any:
+        """Who deals the samples, where replica groups may be away."""
 
     @property
     def position(self) -> int:
