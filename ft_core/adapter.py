@@ -11,7 +11,7 @@ import torch
 from ft_core.elastic.rules import Membership
 from ft_core.protocol.messages import Dealt, Redundancy, ReplicaGroup
 
-__all__ = ["Adapter", "Redundancy", "ReplicaGroup", "State", "StateTensor"]
+__all__ = ["Adapter", "Elastic", "Redundancy", "ReplicaGroup", "State", "StateTensor"]
 
 
 @dataclass(frozen=True)
@@ -70,17 +70,11 @@ class State(Protocol):
         """
 
 
-@runtime_checkable
-class Adapter(State, Protocol):
-    """Framework side of snapshot and restore.
+class Elastic(Protocol):
+    """What an adapter adds where replica groups may leave and come back (policy `shrink`).
 
-    A class that names this one as its base must have `ring`, `reset` and what `State` has. The rest is for
-    elastic replica groups: as it is here, all roles are one group, which waits for a node where one is lost.
+    As it is here, all roles are one group, which waits for a node where one is lost.
     """
-
-    ring: tuple[int, ...]
-    """The data-parallel peers of this role in order, itself included: where replicas go first (FFTrainer's
-    neighbouring redundancy, section 4.2)."""
 
     replica_group: ReplicaGroup = ReplicaGroup(0, 1, Redundancy.SHARDED)
     """Which replica group this role belongs to, and what the others have of its state."""
@@ -99,6 +93,19 @@ class Adapter(State, Protocol):
         """What each step after `version` trained, up to the version that the state is now, as
         `ft_core.elastic.rules.Deal.entries_after` has it. On one role of each group, with policy `shrink`."""
         return ()
+
+
+@runtime_checkable
+class Adapter(State, Elastic, Protocol):
+    """Framework side of snapshot and restore.
+
+    A class that names this one as its base must have `ring`, `reset` and what `State` has. The rest is as it
+    is here for a framework that needs no more.
+    """
+
+    ring: tuple[int, ...]
+    """The data-parallel peers of this role in order, itself included: where replicas go first (FFTrainer's
+    neighbouring redundancy, section 4.2)."""
 
     def derive(self) -> None:
         """Make what a version leaves out because it follows from what all roles have restored: a collective.

@@ -86,10 +86,10 @@ class Guards:
                 return self._caller.call(Load(engine, load, args, kwargs))
             # A newcomer may find a checkpoint that was not there when its peers began. Its script goes on
             # from that step and is answered from there; the state itself comes from memory.
-            with session.comms.startup.section("load", muted=session.joining):
+            with session.loading():
                 path, client_state = load(*args, **kwargs)
             if session.joining and path is not None:
-                session.comms.startup.has_loaded()
+                session.in_place.has_loaded()
             self._resumption.loaded(load, *args, **kwargs)
             deal = client_state.pop(checkpoints.KEY, None) if client_state else None
             if script.dealing is not None and path is not None:

@@ -86,15 +86,15 @@ class Live:
         return result
 
     def _persist(self, call: Call) -> Any:
-        session, results = self._session, self._script.results
+        session, in_place, results = self._session, self._session.in_place, self._script.results
         ends, action = call.ends_step, call.execute
         while True:
             try:
                 session.check_epoch()
-                before = sum(session.comms.counts.values())
+                before = in_place.issued
                 numbers = counters.read(self._engine)
                 result = self.perform(call, action)
-                communicated = sum(session.comms.counts.values()) > before
+                communicated = in_place.issued > before
                 if communicated:
                     session.exchanged()  # the script's part is not run again
                 self._record(call, result, numbers, ends)
@@ -108,11 +108,11 @@ class Live:
                     self._tape.record(call)
                 return result
             except CannotRepeat as reason:
-                session.replace_worker(str(reason))
+                in_place.replace_worker(str(reason))
             except Exception as error:
-                if not session.interrupted(error):
+                if not in_place.interrupted(error):
                     raise
-            session.recover()
+            in_place.recover()
             if session.version > call.version:
                 # Peers had finished this step, and their copy of its outcome was loaded.
                 self._tape.record(call)
@@ -142,7 +142,8 @@ class Live:
         """Do what a call does, `action`, in which the engine may call itself."""
         self.performing = True
         try:
-            with self._session.inside(), self._session.overlay.real():  # what the engine saves is no script's
+            # What the engine saves is no script's.
+            with self._session.in_place.inside(), self._session.overlay.real():
                 if (point := _POINTS.get(call.kind, "evaluate" if call.evaluates else None)) is not None:
                     self._session.point(point)
                 return action()
@@ -192,7 +193,7 @@ class Live:
                 for call in self._tape.since(version):
                     self._repeat(call)
             except CannotRepeat as reason:
-                self._session.replace_worker(str(reason))
+                self._session.in_place.replace_worker(str(reason))
         if self._between is not None:
             self._between.apply(self._engine)
             self._between = None

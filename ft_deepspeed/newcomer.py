@@ -66,7 +66,7 @@ class Newcomer:
         self._session.overlay.jumps()
         self._script.goes_to(top["position"], top["counted"])
         self._from = self._script.position
-        self._session.comms.startup.were_done(top["operations"])
+        self._session.in_place.were_done(top["operations"])
         self._script.draws.goes_to(top["draws"])
         self._state.settle(top["state"])
         self._place = None
@@ -77,7 +77,7 @@ class Newcomer:
         Returns whether there are any that are worth it. Then it is yet to take part.
         """
         position = self._script.position
-        seen = self._session.progress_of_others()
+        seen = self._session.in_place.progress_of_others()
         gap = seen[0] - position if seen is not None else 0
         if seen is None or gap < _NEAR or gap > self._gap / 2:
             return False
@@ -128,7 +128,7 @@ class Newcomer:
         try:
             self._session.check_epoch()
         except EpochChanged:
-            self._session.recover()
+            self._session.in_place.recover()
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ class Newcomer:
         if self._way is None:  # the recovery went back to where the script is
             return self._live.make(call)
         call.version = script.position
-        session.passed()
+        session.in_place.passed()
         until, number, ends = self._way.until, script.number(call), call.ends_step
         try:
             result = call.answer(script.results, number)
@@ -149,7 +149,7 @@ class Newcomer:
             script.made_up.known(call.losses)
             self._left(call, number, ends)
         except NotOnRecord as unknown:
-            session.cannot_pass(str(unknown))
+            session.in_place.cannot_pass(str(unknown))
         if ends or isinstance(call, Forward):
             self._state.passed()
         if ends:
@@ -215,7 +215,7 @@ class Newcomer:
         script, envelope = self._script, self._way.envelope
         timeline.facts["passed"] = script.position - self._from
         if script.dealing is not None and not script.dealing.restore(script.position, envelope["deal"]):
-            self._session.replace_worker(
+            self._session.in_place.replace_worker(
                 f"it has drawn other samples for step {script.position + 1} than it should"
             )
         self._state.settle(envelope)

@@ -57,7 +57,7 @@ class Protection:
         self._state = ProtectedState(adapter, script, shrink, self._interrupted)
         self._live = Live(script, self._state)
         self._newcomer = Newcomer(script, self._state, self._live, self._enter, self._goes_on)
-        session.comms.startup.gives = lambda tensors: script.made_up.given(tensors, "other ranks")
+        session.in_place.when_it_tells(lambda tensors: script.made_up.given(tensors, "other ranks"))
         engine.ft_protection = self
         boundary.install(engine, session)
         script.leads_group = 0 in adapter.ring
@@ -125,7 +125,7 @@ class Protection:
         if script.starting and self._engine.global_steps:
             self._begin()  # it goes on from a checkpoint, and is done
         if script.phase is Phase.CATCHING_UP:
-            self._session.cannot_pass("deepspeed.initialize is called again")
+            self._session.in_place.cannot_pass("deepspeed.initialize is called again")
         if not script.live or not script.position or script.dealing is not None:
             return False
         self._newcomer.keep_up()
@@ -163,8 +163,8 @@ class Protection:
         ahead = version > script.position and self._live.is_between
         behind = script.phase is Phase.CATCHING_UP or ahead
         if objection := (self._newcomer if behind else self._live).objection(version):
-            self._session.replace_worker(objection)
-        self._session.derive()
+            self._session.in_place.replace_worker(objection)
+        self._session.in_place.derive()
         script.references.reset()
         if behind:
             self._newcomer.follow(version)
@@ -184,11 +184,11 @@ class Protection:
                 script.made_up.seen(state.kept.apply)
             state.kept = Kept()
             if objection := script.references.objection(loaded.get("references", [])):
-                session.cannot_pass(objection)
+                session.in_place.cannot_pass(objection)
             script.first = loaded.get("first", script.began_at)
-            goes_by = session.comms.startup.goes_by
+            goes_by = session.in_place.goes_by
             if script.whole and script.first != script.began_at and goes_by:
-                session.cannot_pass(
+                session.in_place.cannot_pass(
                     f"it goes by {goes_by}, of peers that began with step {script.first}, where it has "
                     f"begun with its checkpoint of step {script.began_at}"
                 )
@@ -205,7 +205,7 @@ class Protection:
         return {
             "position": script.position,
             "counted": script.counted(),
-            "operations": self._session.comms.operations(),
+            "operations": self._session.in_place.operations(),
             "draws": script.draws.place(),
             "state": self._state.between(),
         }

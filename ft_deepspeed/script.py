@@ -60,7 +60,7 @@ class Script:
         """Whether its newest `backward` has come to what was answered from the record."""
         self.results = Results()
         self.draws = Draws(self.steps_done)
-        self.made_up = MadeUp(engine.module, self.steps_done, session.cannot_pass)
+        self.made_up = MadeUp(engine.module, self.steps_done, session.in_place.cannot_pass)
         self.kept = Kept()
         """What it has named (`ft_core.kept`), as it was when its newest step ended."""
         self.loop: TrainerLoop | None = None
@@ -84,7 +84,7 @@ class Script:
         """It has done so many steps."""
         self.position = step
         self._counted.clear()
-        self.session.comms.reached(step)
+        self.session.in_place.reached(step)
 
     def number(self, call: Call) -> int:
         """Which of its kind this call is since the newest step."""

@@ -210,7 +210,7 @@ class Hooks:
             return original(*args, **kwargs)
         if current.joining:
             return 0, 0
-        with current.comms.startup.section("load", muted=False):
+        with current.loading():
             return original(*args, **kwargs)
 
     # -- training ------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ class Hooks:
             return original(forward_step_func, model, optimizer, scheduler, *args, **kwargs)
         assert current is not None, "checked with the arguments"
         self._session = current
-        self._loop = loop = Loop(self._training, self.loaders, current.comms.find)
+        self._loop = loop = Loop(self._training, self.loaders, current.find_group)
         self._adapter = adapter = PretrainAdapter(model, optimizer, scheduler, loop)
         self._groups = groups = ReplicaGroups(self._training, current, adapter)
         self._log = ProgressLog(self._training, groups.printed, groups.is_last, current.tell_loss)

@@ -65,7 +65,8 @@ def adapter() -> Adapter:
 def newcomer(adapter: Adapter) -> Iterator[Newcomer]:
     """Its script has done 5 of 9 steps when the first failure comes."""
     overlay = SimpleNamespace(passes=lambda: None)
-    session: Any = SimpleNamespace(protecting=False, passed=lambda: None, overlay=overlay)
+    in_place = SimpleNamespace(passed=lambda: None)
+    session: Any = SimpleNamespace(protecting=False, overlay=overlay, in_place=in_place)
     script: Any = object.__new__(Script)
     script.engine, script.session, script.position, script._counted = None, session, 5, Counter()
     script.made_up = SimpleNamespace(passes=ignored, answered=ignored, known=ignored)
