@@ -23,7 +23,7 @@ ORDER = (
         "net",
         "overlay",
     ),
-    *("settings", "kept"),
+    *("settings", "kept", "conformance"),
     *("worker", "control", "node", "cli"),
 )
 """What `ft_core` consists of, lowest first: each may import itself and what stands before it."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed_jobs import run_cases
+from cases import run_cases
 
 from ft_core.errors import ConfigError
 
