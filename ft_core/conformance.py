@@ -65,7 +65,7 @@ class Collectives:
         """After how many operations it raises."""
         self._inside = False
         self._works: list[Any] = []
-        """Of operations that nobody has waited for."""
+        """Operations that nobody has waited for."""
         for name in (*_COLLECTIVES, *_PAIRS):
             counted = self._counted(name, getattr(dist, name))
             setattr(dist, name, counted)
@@ -157,7 +157,7 @@ def _next(ready: list[Operation | None], under_way: Counter[tuple[int, ...]]) ->
 
 
 class _Work:
-    """Of an operation under way, which may be interrupted as it is waited for."""
+    """An operation under way: the step may be interrupted as it waits for it."""
 
     def __init__(self, work: Any, collectives: Collectives) -> None:
         self._work, self._collectives = work, collectives
