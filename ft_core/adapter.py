@@ -11,7 +11,7 @@ import torch
 from ft_core.elastic.rules import Membership
 from ft_core.protocol.messages import Dealt, Redundancy, ReplicaGroup
 
-__all__ = ["Adapter", "Elastic", "Redundancy", "ReplicaGroup", "State", "StateTensor"]
+__all__ = ["Adapter", "Elastic", "Maker", "Redundancy", "ReplicaGroup", "State", "StateTensor"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,22 @@ class State(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class Maker:
+    """What makes versions of a state. It goes with them, since another job may read one from storage."""
+
+    framework: str
+    release: str
+    """The framework's version. Another one is said, and no error."""
+    adapter: str
+    """Which of the framework's adapters, that do not have the same in their envelopes."""
+    format: int
+    """Counts the ways in which this adapter has written what it can only read as it is written now."""
+
+    def __str__(self) -> str:
+        return f"{self.framework} {self.release} ({self.adapter}, format {self.format})"
+
+
 class Elastic(Protocol):
     """What an adapter adds where replica groups may leave and come back (policy `shrink`).
 
@@ -106,6 +122,12 @@ class Adapter(State, Elastic, Protocol):
     ring: tuple[int, ...]
     """The data-parallel peers of this role in order, itself included: where replicas go first (FFTrainer's
     neighbouring redundancy, section 4.2)."""
+
+    @property
+    def maker(self) -> Maker | None:
+        """What is checked before a version is restored, of which the envelope is a dict then. None: nothing
+        is."""
+        return None
 
     def derive(self) -> None:
         """Make what a version leaves out because it follows from what all roles have restored: a collective.

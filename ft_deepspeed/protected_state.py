@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import deepspeed
 import torch
 from msgspec import structs
 
-from ft_core.adapter import Redundancy, State, StateTensor
+from ft_core.adapter import Maker, Redundancy, State, StateTensor
 from ft_core.elastic.rules import Deal, Membership
 from ft_core.kept import Kept
 from ft_core.protocol.messages import Dealt
@@ -21,6 +22,8 @@ from ft_deepspeed.trainer import HISTORY as LOGGED
 
 class ProtectedState:
     """DeepSpeed's state and the results that the script was given (see `ft_core.adapter.Adapter`)."""
+
+    maker = Maker("DeepSpeed", deepspeed.__version__, "a script in place", 1)
 
     def __init__(
         self, engine: DeepSpeedAdapter, script: Script, shrink: bool, interrupted: Callable[[], None]

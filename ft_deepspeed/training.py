@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+import deepspeed
 import torch
 from msgspec import structs
 
-from ft_core.adapter import Adapter, Redundancy, StateTensor
+from ft_core.adapter import Adapter, Maker, Redundancy, StateTensor
 from ft_core.errors import ConfigError
 from ft_core.kept import Kept
 from ft_core.state import rng
@@ -102,6 +103,8 @@ class ProtectedTraining(Loop):
 
 class LoopState(Adapter):
     """DeepSpeed's state, what the model keeps in attributes, and what the script has named."""
+
+    maker = Maker("DeepSpeed", deepspeed.__version__, "ProtectedTraining", 1)
 
     def __init__(self, engine: Any, lean: bool) -> None:
         self._engine, self._state = engine, DeepSpeedAdapter(engine, lean)

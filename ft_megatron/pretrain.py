@@ -13,6 +13,7 @@ import inspect
 import itertools
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -145,6 +146,8 @@ class Loop:
 
 class PretrainAdapter(MegatronAdapter):
     """Megatron-Core's state, and the training loop's in the envelope."""
+
+    maker = replace(MegatronAdapter.maker, adapter="pretrain")
 
     def __init__(self, model: list[Any], optimizer: Any, scheduler: Any, loop: Loop) -> None:
         super().__init__(model, optimizer, scheduler)

@@ -23,8 +23,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+from megatron.core.package_info import __version__
 
-from ft_core.adapter import Redundancy, ReplicaGroup, State, StateTensor
+from ft_core.adapter import Maker, Redundancy, ReplicaGroup, State, StateTensor
 from ft_core.elastic.rules import Deal, Membership
 from ft_core.errors import ConfigError, EpochChanged
 from ft_core.kept import Kept
@@ -42,6 +43,8 @@ remember_parameters()
 
 class MegatronAdapter:
     """Snapshot and restore of a role of a Megatron-Core job (see `ft_core.adapter.Adapter`)."""
+
+    maker = Maker("Megatron-Core", __version__, "ProtectedTraining", 1)
 
     def __init__(self, model: list[Any], optimizer: Any, scheduler: Any) -> None:
         """`model`: the DDP-wrapped chunks; `optimizer` as get_megatron_optimizer made it.
