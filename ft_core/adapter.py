@@ -11,7 +11,7 @@ import torch
 from ft_core.elastic.rules import Membership
 from ft_core.protocol.messages import Dealt, Redundancy, ReplicaGroup
 
-__all__ = ["Adapter", "Redundancy", "ReplicaGroup", "State", "StateTensor"]
+__all__ = ["Adapter", "Elastic", "Maker", "Redundancy", "ReplicaGroup", "State", "StateTensor"]
 
 
 @dataclass(frozen=True)
@@ -70,17 +70,27 @@ class State(Protocol):
         """
 
 
-@runtime_checkable
-class Adapter(State, Protocol):
-    """Framework side of snapshot and restore.
+@dataclass(frozen=True)
+class Maker:
+    """What makes versions of a state. It goes with them, since another job may read one from storage."""
 
-    A class that names this one as its base must have `ring`, `reset` and what `State` has. The rest is for
-    elastic replica groups: as it is here, all roles are one group, which waits for a node where one is lost.
+    framework: str
+    release: str
+    """The framework's version. Another one is said, and no error."""
+    adapter: str
+    """Which of the framework's adapters, that do not have the same in their envelopes."""
+    format: int
+    """Counts the ways in which this adapter has written what it can only read as it is written now."""
+
+    def __str__(self) -> str:
+        return f"{self.framework} {self.release} ({self.adapter}, format {self.format})"
+
+
+class Elastic(Protocol):
+    """What an adapter adds where replica groups may leave and come back (policy `shrink`).
+
+    As it is here, all roles are one group, which waits for a node where one is lost.
     """
-
-    ring: tuple[int, ...]
-    """The data-parallel peers of this role in order, itself included: where replicas go first (FFTrainer's
-    neighbouring redundancy, section 4.2)."""
 
     replica_group: ReplicaGroup = ReplicaGroup(0, 1, Redundancy.SHARDED)
     """Which replica group this role belongs to, and what the others have of its state."""
@@ -99,6 +109,25 @@ class Adapter(State, Protocol):
         """What each step after `version` trained, up to the version that the state is now, as
         `ft_core.elastic.rules.Deal.entries_after` has it. On one role of each group, with policy `shrink`."""
         return ()
+
+
+@runtime_checkable
+class Adapter(State, Elastic, Protocol):
+    """Framework side of snapshot and restore.
+
+    A class that names this one as its base must have `ring`, `reset` and what `State` has. The rest is as it
+    is here for a framework that needs no more.
+    """
+
+    ring: tuple[int, ...]
+    """The data-parallel peers of this role in order, itself included: where replicas go first (FFTrainer's
+    neighbouring redundancy, section 4.2)."""
+
+    @property
+    def maker(self) -> Maker | None:
+        """What is checked before a version is restored, of which the envelope is a dict then. None: nothing
+        is."""
+        return None
 
     def derive(self) -> None:
         """Make what a version leaves out because it follows from what all roles have restored: a collective.

@@ -20,14 +20,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from deepspeed import comm
+import torch
+from deepspeed import comm as dist
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.timer import NoopTimer
 
 from ft_core.patching import replaced
 from ft_core.state.adoption import AdoptedStates
 from ft_deepspeed import fragments, patched
-from ft_deepspeed.alone import Alone, Together
+from ft_deepspeed.comm import Comm, alone, only, together
 from ft_deepspeed.parts import Part, master_name
 from ft_deepspeed.shard import AdoptedShard, Shard
 from ft_deepspeed.zero import Master, inner_optimizer
@@ -67,8 +68,8 @@ class Partitions:
                 for partition in self._held:
                     adopted = partition.optimizer
                     with (
-                        adopted.playing() as alone,
-                        patched.SAVING_COMM.replaced(alone),
+                        adopted.playing() as comm,
+                        patched.SAVING_COMM.replaced(comm),
                         replaced(engine, {"optimizer": adopted}),
                     ):
                         save(*args, **kwargs)
@@ -164,10 +165,10 @@ class Adopted(DeepSpeedZeroOptimizer):
         return getattr(vars(self)["own"], name)
 
     @contextmanager
-    def playing(self) -> Iterator[Alone]:
-        """For DeepSpeed's code to run as on the rank that is away, which communicates with nobody."""
+    def playing(self, given: list[torch.Tensor] | None = None) -> Iterator[Comm]:
+        """For DeepSpeed's code to run as on the rank that is away, see `comm.alone`."""
         before, own = dict(self.__dict__), self.own
-        inner, alone = own.optimizer, Alone(own.dp_process_group, self.rank)
+        inner, comm = own.optimizer, alone(dist.get_rank(), self.rank, only(own.dp_process_group), given)
         groups = [
             {**group, "params": [master]}
             for group, master in zip(self._groups(), self.single_partition_of_fp32_groups, strict=True)
@@ -175,10 +176,10 @@ class Adopted(DeepSpeedZeroOptimizer):
         try:
             with (
                 replaced(inner, {"param_groups": groups, "state": self.kept.state}),
-                patched.PARTITION_COMM.replaced(alone),
+                patched.PARTITION_COMM.replaced(comm),
                 patched.PARTITION_GATHER.replaced(_nothing),
             ):
-                yield alone
+                yield comm
         finally:
             self.__dict__ = before  # what was set beside are counters and flags, which are the role's own
 
@@ -244,7 +245,7 @@ class Adopter(DeepSpeedZeroOptimizer):
         if isinstance(rank, frozenset):
             return frozenset(map(self._host, rank))
         away = any(adopted.rank == rank for adopted in self.adopted)
-        return comm.get_rank(group=self.dp_process_group) if away else rank
+        return dist.get_rank(group=self.dp_process_group) if away else rank
 
     def copy_grads_in_partition(self, *args: Any) -> None:
         """Out of the bucket, into a buffer that has room for all parameters in the partitions held here."""
@@ -313,12 +314,11 @@ class Adopter(DeepSpeedZeroOptimizer):
 
     def _over_all(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The result of a method that reduces something over the ranks: here over all partitions."""
-        parts = []
+        given: dict[int, list[torch.Tensor]] = {adopted.rank: [] for adopted in self.adopted}
         for adopted in self.adopted:
-            with adopted.playing() as alone:
+            with adopted.playing(given[adopted.rank]):
                 method(adopted, *args, **kwargs)
-            parts.append(alone.given)
-        with patched.PARTITION_COMM.replaced(Together(self.dp_process_group, parts)):
+        with patched.PARTITION_COMM.replaced(together(only(self.dp_process_group), given)):
             return method(self, *args, **kwargs)
 
 

@@ -28,6 +28,7 @@ from ft_core.errors import FtError
 from ft_core.patching import replaced
 from ft_core.state.adoption import AdoptedStates
 from ft_deepspeed import patched, zero
+from ft_deepspeed.comm import Comm, alone, as_rank, together
 from ft_deepspeed.slices import Adopted
 
 
@@ -75,7 +76,7 @@ class Slices:
         patched.VECTORIZED_UPDATE.wrap(self._without_adopted, of=self.optimizer)
         patched.REDUCE_SCATTER.wrap(self._reducing)
         for parameter in self.engine.module.parameters():
-            patched.GATHER_PARAMETER.wrap(partial(self._gathering, alone=parameter), of=parameter)
+            patched.GATHER_PARAMETER.wrap(partial(self._gathering, itself=parameter), of=parameter)
             patched.GATHER_PARAMETERS.wrap(self._gathering, of=parameter)
         for patch in patched.COMPARISONS:
             patch.wrap(_with_who_is_there)
@@ -92,25 +93,12 @@ class Slices:
 
     @contextlib.contextmanager
     def as_role(self, role: int, given: list[torch.Tensor] | None = None) -> Iterator[None]:
-        """DeepSpeed's optimizer has the slices of that role. It communicates with nobody: what it would have
-        given to exchanges between the data-parallel ranks is appended to `given`."""
-        place, held = self.ring.index(role), self._held[role]
-
-        def get_rank(group: Any = None) -> int:
-            return place if self._is_ring(group) else role if group is None else comm.get_rank(group)
-
-        def all_reduce(tensor: torch.Tensor, *_: Any, group: Any = None, **__: Any) -> None:
-            if given is not None and self._is_ring(group):
-                given.append(tensor.clone())
-
-        def all_gather(_: torch.Tensor, part: torch.Tensor, *__: Any, group: Any = None) -> None:
-            all_reduce(part, group=group)
-
-        alone = _Comm(get_rank=get_rank, all_reduce=all_reduce, all_gather_into_tensor=all_gather)
+        """DeepSpeed's optimizer has the slices of that role, and runs as on it; see `comm.alone`."""
+        as_role = alone(role, self.ring.index(role), self._is_ring, given)
         with contextlib.ExitStack() as stack:
             for patch in patched.SLICE_COMMS:
-                stack.enter_context(patch.replaced(alone))
-            for part, values in held.attributes:
+                stack.enter_context(patch.replaced(as_role))
+            for part, values in self._held[role].attributes:
                 stack.enter_context(replaced(part, values))
             yield
 
@@ -128,28 +116,15 @@ class Slices:
 
     def _over_all_roles(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            given: list[list[torch.Tensor]] = []
+            given: dict[int, list[torch.Tensor]] = {
+                self.ring.index(role): [] for role, _ in self._held.items()
+            }
             for role, _ in self._held.items():
-                given.append([])
-                with self.as_role(role, given[-1]):
+                with self.as_role(role, given[self.ring.index(role)]):
                     method(*args, **kwargs)
             if not given:
                 return method(*args, **kwargs)
-            exchanges = zip(*given, strict=True)
-
-            def all_reduce(tensor: torch.Tensor, op: Any = comm.ReduceOp.SUM, group: Any = None) -> Any:
-                for other in next(exchanges) if self._is_ring(group) else ():
-                    tensor.copy_(torch.maximum(tensor, other) if op == comm.ReduceOp.MAX else tensor + other)
-                return comm.all_reduce(tensor, op=op, group=group)
-
-            def all_gather(output: torch.Tensor, part: torch.Tensor, group: Any = None) -> Any:
-                parts = output.view(-1).chunk(len(self.ring))
-                for (role, _), other in zip(self._held.items(), next(exchanges), strict=True):
-                    parts[self.ring.index(role)].copy_(other)
-                return comm.all_gather_into_tensor(output, part, group=group)
-
-            together = _Comm(all_reduce=all_reduce, all_gather_into_tensor=all_gather)
-            with patched.SLICE_REDUCTION_COMM.replaced(together):
+            with patched.SLICE_REDUCTION_COMM.replaced(together(self._is_ring, given)):
                 return method(*args, **kwargs)
 
         return wrapped
@@ -206,22 +181,22 @@ class Slices:
 
     # -- weights -------------------------------------------------------------------------------------
 
-    def _gathering(self, gather: Callable[..., Any], alone: Any = None) -> Callable[..., Any]:
-        """`alone`: what is gathered where it is not said."""
+    def _gathering(self, gather: Callable[..., Any], itself: Any = None) -> Callable[..., Any]:
+        """`itself`: what is gathered where it is not said."""
 
         def wrapped(params: Iterable[Any] | None = None, *args: Any, **kwargs: Any) -> Any:
             if "param_list" in kwargs:
                 params = kwargs.pop("param_list")
-            params = list([alone] if params is None else params)
+            params = list([itself] if params is None else params)
             wanted = [p for p in params if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
-            if alone is None:
+            if itself is None:
                 wanted.sort(key=lambda p: p.ds_id)  # as `all_gather_coalesced` does
             with patched.GATHERING_COMM.replaced(self._in_place(wanted)):
                 return gather(params, *args, **kwargs)
 
         return wrapped
 
-    def _in_place(self, params: list[Any]) -> _Comm:
+    def _in_place(self, params: list[Any]) -> Comm:
         """All-gathers of these parameters, each by itself or those of one type in one buffer. All ranks make
         them in place, as an exchange with adopted slices has to be (`ft_core.comm.partial`)."""
 
@@ -241,27 +216,17 @@ class Slices:
 
             return wrapped
 
-        return _Comm(
+        return Comm(
             allgather_fn=gather_from(comm.allgather_fn),
             all_gather_into_tensor=gather_from(comm.all_gather_into_tensor),
         )
-
-
-class _Comm:
-    """`deepspeed.comm` with some other functions."""
-
-    def __init__(self, **functions: Callable[..., Any]) -> None:
-        self.__dict__.update(functions)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(comm, name)
 
 
 def _with_who_is_there(compare: Callable[..., Any]) -> Callable[..., Any]:
     """Who stands in for rank 0 says what it has itself, as rank 0 would: all do."""
 
     def wrapped(numbers: list[int]) -> Any:
-        with patched.COMPARING_COMM.replaced(_Comm(get_rank=lambda *_: 0)):
+        with patched.COMPARING_COMM.replaced(as_rank(0)):
             return compare(numbers)
 
     return wrapped

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from deepspeed import comm
-
 from ft_core.elastic.rules import stand_in
 from ft_core.patching import replaced
 from ft_core.worker.session import Session
 from ft_deepspeed import patched
+from ft_deepspeed.comm import as_rank
 
 KEY = "fault_tolerance"
 """In the client state."""
@@ -68,20 +67,6 @@ def saves_again(session: Session) -> None:
     patched.ACCELERATE_SAVES.wrap(again)
 
 
-class _As:
-    """`deepspeed.comm`, where this is another rank of all."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(comm, name)
-
-    def get_rank(self, group: Any = None) -> int:
-        """That one; in any group but the whole, this one's."""
-        return self._rank if group is None else int(comm.get_rank(group))
-
-
 @contextmanager
 def _standing_in(engine: Any, session: Session, ring: tuple[int, ...]) -> Iterator[None]:
     """Be the first of this role's peers, if that one is away and this role comes next."""
@@ -95,7 +80,7 @@ def _standing_in(engine: Any, session: Session, ring: tuple[int, ...]) -> Iterat
         ):
             first = {"save_non_zero_checkpoint": True, "global_rank": ring[0]}
             undo.enter_context(replaced(engine, first))
-            undo.enter_context(patched.SAVING_COMM.replaced(_As(ring[0])))  # it asks that one, too
+            undo.enter_context(patched.SAVING_COMM.replaced(as_rank(ring[0])))  # it asks that one, too
             if grid is not None:
                 undo.enter_context(replaced(grid, {"data_parallel_id": 0}))
         yield

@@ -5,15 +5,19 @@ from __future__ import annotations
 import base64
 import difflib
 import json
+import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import hjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ft_core import refusals
 from ft_core.errors import ConfigError
+from ft_core.refusals import Refusal
 
 SECTION = "fault_tolerance"
 Json = dict[str, Any]
@@ -96,9 +100,7 @@ def parse(config: Json) -> FaultTolerance | None:
         raise ConfigError("; ".join(_explain(dict(e)) for e in found)) from None
     if not section.enabled:
         return None
-    if problems := list(_unsupported(config)):
-        off = f"or set {SECTION}.enabled to false to train without protection"
-        raise ConfigError(f"{'; '.join(problems)}; {off}")
+    check(config)
     return section
 
 
@@ -178,91 +180,106 @@ def _show(value: Any) -> str:
 # -- what DeepSpeed can do and a recovery could not restore ----------------------------------------
 
 
-def _unsupported(config: Json) -> Iterable[str]:
-    for keys, refuses, fix in _UNSUPPORTED:
-        for key in keys:
-            value = _find(config, key)
-            if value is not None and refuses(value):
-                yield f"{key} {_show(value)} cannot go with {SECTION}: {fix}"
+def check(config: Json) -> None:
+    """Raise ConfigError for what cannot go with the section: it names each key, why, and what to do."""
+    refusals.check(_REFUSED, config, SECTION, f"set {SECTION}.enabled to false")
 
 
-def _find(config: Any, key: str) -> Any:
-    for part in key.split("."):
-        config = config.get(part) if isinstance(config, dict) else None
-    return config
+def _refused(keys: str, refuses: Callable[[Any], bool], why: str) -> Iterator[Refusal]:
+    """`refuses`: given the value of a key."""
+
+    def asked(key: str, config: Json) -> str:
+        value: Any = config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return f"{key} {_show(value)}" if value is not None and refuses(value) else ""
+
+    return (Refusal(partial(asked, key), why) for key in keys.split())
+
+
+# Values as DeepSpeed's own models read them; "auto" is none.
 
 
 def _is_on(value: Any) -> bool:
-    """Whether a flag is on, as DeepSpeed's own models read it; "auto" is not."""
-    return str(value).lower() in ("true", "1", "yes", "y", "on", "t")
+    return str(value).lower() in ("true", "1", "1.0", "yes", "y", "on", "t")
 
 
-def _above(limit: int) -> Callable[[Any], bool]:
-    return lambda value: str(value).isdigit() and int(value) > limit
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def _named(*names: str) -> Callable[[Any], bool]:
     return lambda value: str(value).lower() in names
 
 
-_UNSUPPORTED: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    (
-        ("zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device"),
+_REFUSED = (
+    *_refused(
+        "zero_optimization.offload_optimizer.device zero_optimization.offload_param.device",
         _named("nvme"),
         'state on NVMe is not copied to other nodes; offload to "cpu"',
     ),
-    (
-        ("zero_optimization.zero_hpz_partition_size",),
-        _above(1),
+    *_refused(
+        "zero_optimization.offload_optimizer.super_offload",
+        _is_on,
+        "it steps in another process; leave it out, or set false",
+    ),
+    *_refused(
+        "zero_optimization.zero_hpz_partition_size",
+        lambda value: _number(value) > 1,
         "secondary partitions (ZeRO++) are not restored; leave it out, or set 1",
     ),
-    (
-        ("zero_optimization.mics_shard_size",),
-        _above(0),
+    *_refused(
+        "zero_optimization.mics_shard_size",
+        lambda value: _number(value) > 0,
         "MiCS shards are not restored; leave it out, or set -1",
     ),
-    (
-        (
-            "zero_optimization.zero_quantized_weights",
-            "zero_optimization.zero_quantized_nontrainable_weights",
-            "zero_optimization.zero_quantized_gradients",
-        ),
+    *_refused(
+        "zero_optimization.zero_quantized_weights zero_optimization.zero_quantized_nontrainable_weights "
+        "zero_optimization.zero_quantized_gradients",
         _is_on,
         "quantized communication (ZeRO++) is not covered; leave it out, or set false",
     ),
-    (
-        ("zero_optimization.zenflow",),
+    *_refused(
+        "zero_optimization.zenflow",
         lambda value: True,
         "ZenFlow updates parameters outside the step; leave it out",
     ),
-    (
-        ("compile.deepcompile",),
+    *_refused(
+        "compile.deepcompile",
         _is_on,
         "DeepCompile takes the gradient exchange out of the engine's reach; set false",
     ),
-    (
-        ("optimizer.type",),
+    *_refused(
+        "optimizer.type",
         _named("onebitadam", "onebitlamb", "zerooneadam"),
         "its error feedback differs on each rank and is not restored; use Adam, AdamW or Lamb",
     ),
-    (
-        ("optimizer.type",),
+    *_refused(
+        "optimizer.type",
         lambda value: "muon" in str(value).lower(),
         "Muon changes its momentum before the step, which a failure then could not undo; use AdamW",
     ),
-    (
-        ("zero_optimization.offload_optimizer.ratio",),
-        lambda value: isinstance(value, int | float) and value < 1,
+    *_refused(
+        "zero_optimization.offload_optimizer.ratio",
+        lambda value: _number(value) < 1,
         "one of two optimizers would step before a failure could be noticed; leave it out, or set 1",
     ),
-    (
-        ("elasticity.enabled",),
+    *_refused(
+        "elasticity.enabled",
         _is_on,
         "DeepSpeed's elasticity restarts the job with another batch size; set false",
     ),
-    (
-        ("nebula.enabled",),
+    *_refused(
+        "nebula.enabled",
         _is_on,
         f"Nebula takes checkpoints over; set false, and use {SECTION}.durable",
     ),
+    *_refused("amp.enabled", _is_on, 'use "fp16", "bf16" or "torch_autocast"'),
+    *_refused("hybrid_engine.enabled", _is_on, "generation rearranges the weights; set false"),
+    # Where these are on, and how, depends on the version: an engine that was made says it so.
+    *_refused("quantize_training", _is_on, "its quantization schedule is not covered; leave it out"),
+    *_refused("compression_training", _is_on, "its schedules are not covered; leave it out"),
 )

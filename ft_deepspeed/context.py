@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from ft_core.state import rng
+from ft_core.state.optimizer import hyper_parameters, restore_group
 from ft_deepspeed import persistent
 from ft_deepspeed.zero import inner_optimizer
 
@@ -17,11 +19,6 @@ _FLAGS = ("_is_gradient_accumulation_boundary", "inside_no_sync_ctxt", "_manual_
 """What the script sets on the engine around its calls."""
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 """What a script may change of its configuration in training."""
-
-
-def _own(value: Any) -> Any:
-    """What the script does not change in place."""
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 @dataclass(frozen=True)
@@ -51,10 +48,7 @@ class Context:
         device = torch.device(engine.device).type
         return cls(
             rng=rng.capture(),
-            hyper=[
-                {k: _own(v) for k, v in group.items() if k != "params"}
-                for group in inner_optimizer(engine).param_groups
-            ],
+            hyper=copy.deepcopy([hyper_parameters(g) for g in inner_optimizer(engine).param_groups]),
             training=engine.module.training,
             flags={name: getattr(engine, name) for name in _FLAGS if hasattr(engine, name)},
             grad=torch.is_grad_enabled(),
@@ -69,11 +63,7 @@ class Context:
         rng.restore(self.rng)
         engine.ft_protection.module.restore(self.module)
         for group, hyper in zip(inner_optimizer(engine).param_groups, self.hyper, strict=True):
-            for key, value in hyper.items():
-                if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
-                    group[key].copy_(value)
-                else:
-                    group[key] = _own(value)
+            restore_group(group, hyper)
         if engine.module.training != self.training:
             engine.module.train(self.training)
         for owner, values in ((engine, self.flags), (engine._config, self.batch)):

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+from deepspeed import comm as dist
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
@@ -14,6 +15,7 @@ from ft_core.patching import replaced
 from ft_core.worker.boundary import intervening
 from ft_core.worker.session import Session
 from ft_deepspeed import patched
+from ft_deepspeed.comm import Comm
 from ft_deepspeed.zero import inner_optimizers
 
 
@@ -83,25 +85,17 @@ class Exchange:
         """DeepSpeed averages the norm over the data-parallel ranks once more, all of which have the same."""
 
         def clipped(*args: Any, **kwargs: Any) -> Any:
-            membership, comm = self._session.groups.membership, patched.NORM_COMM.original()
+            membership = self._session.groups.membership
             there = membership.taking_part(self._session.version + 1)
-            with patched.NORM_COMM.replaced(_Comm(comm, membership.groups / len(there))):
+
+            def all_reduce(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+                """A sum over the data-parallel ranks is what all of them would have given."""
+                work = dist.all_reduce(tensor, *args, **kwargs)
+                if kwargs.get("group") is groups._get_data_parallel_group():
+                    tensor.mul_(membership.groups / len(there))
+                return work
+
+            with patched.NORM_COMM.replaced(Comm(all_reduce=all_reduce)):
                 return clip(*args, **kwargs)
 
         return clipped
-
-
-class _Comm:
-    """`deepspeed.comm`, where a sum over the data-parallel ranks is what all of them would have given."""
-
-    def __init__(self, comm: Any, factor: float) -> None:
-        self._comm, self._factor = comm, factor
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._comm, name)
-
-    def all_reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        work = self._comm.all_reduce(tensor, *args, **kwargs)
-        if kwargs.get("group") is groups._get_data_parallel_group():
-            tensor.mul_(self._factor)
-        return work

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+from deepspeed import comm as dist
+
 from ft_core.patching import replaced
 from ft_deepspeed import patched
-from ft_deepspeed.alone import Alone, Together
+from ft_deepspeed.comm import alone, only, together
 
 _LINKS = ("_hp_mapping", "_index_in_param_group")
 """What DeepSpeed keeps with a parameter of the fragment that is in the rank's partition."""
@@ -38,14 +41,15 @@ def share(parameter: Any, group: Any, others: Sequence[Callable[[], tuple[int, L
 
 def _gathering(parameter: Any, get: Callable[..., Any], group: Any, others: Any) -> Callable[..., Any]:
     def gathered(*args: Any, **kwargs: Any) -> Any:
-        parts = []
+        peers = only(group)
+        given: dict[int, list[torch.Tensor]] = {}
         for other in others:
             rank, found = other()
-            alone = Alone(group, rank)
-            with replaced(parameter, dict(found)), patched.FRAGMENT_COMM.replaced(alone):
+            given[rank] = []
+            comm = alone(dist.get_rank(), rank, peers, given[rank])
+            with replaced(parameter, dict(found)), patched.FRAGMENT_COMM.replaced(comm):
                 get(*args, **kwargs)
-            parts.append(alone.given)
-        with patched.FRAGMENT_COMM.replaced(Together(group, parts)):
+        with patched.FRAGMENT_COMM.replaced(together(peers, given)):
             return get(*args, **kwargs)
 
     return gathered

@@ -72,7 +72,7 @@ def _newcomers(current: Session) -> Iterator[None]:
     if not current.joining:
         yield
         return
-    with _unannounced(current), current.comms.startup.weights():
+    with _unannounced(current), current.in_place.weights():
         yield
 
 

@@ -3,64 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+import deepspeed
 import torch
 from msgspec import structs
 
-from ft_core.adapter import Redundancy, State, StateTensor
+from ft_core.adapter import Maker, Redundancy, State, StateTensor
 from ft_core.elastic.rules import Deal, Membership
 from ft_core.kept import Kept
 from ft_core.protocol.messages import Dealt
-from ft_deepspeed.draws import Draws
 from ft_deepspeed.history import NAME as HISTORY
-from ft_deepspeed.module_state import ModuleState
-from ft_deepspeed.reference import References
 from ft_deepspeed.results import Results
+from ft_deepspeed.script import Script
 from ft_deepspeed.state import DeepSpeedAdapter
 from ft_deepspeed.trainer import HISTORY as LOGGED
-from ft_deepspeed.trainer import TrainerLoop
-
-
-class Script(Protocol):
-    """What the state needs to know of the script."""
-
-    kept: Kept
-    """What it has named, as it was when its newest step ended."""
-    results: Results
-    draws: Draws
-    module: ModuleState
-    loop: TrainerLoop | None
-    """A framework's, whose newcomers need not pass all steps."""
-    references: References
-    leads_group: bool
-    """Whether it tells of its replica group's samples."""
-    first: int
-    """With which version the files were begun that it goes on with."""
-
-    @property
-    def live(self) -> bool:
-        """Whether the script is where the engine is; else it is a newcomer's, and what it has is made up."""
-
-    @property
-    def began(self) -> bool:
-        """Whether the version is what this worker's script began with, and not the outcome of a step."""
-
-    def deal(self) -> Any:
-        """The deal of the samples."""
-
-    def interrupted(self) -> None:
-        """A call is abandoned: the script must find everything as it left it."""
 
 
 class ProtectedState:
     """DeepSpeed's state and the results that the script was given (see `ft_core.adapter.Adapter`)."""
 
+    maker = Maker("DeepSpeed", deepspeed.__version__, "a script in place", 1)
+
     def __init__(
-        self, engine: DeepSpeedAdapter, script: Script, shrink: bool, version: Callable[[], int]
+        self, engine: DeepSpeedAdapter, script: Script, shrink: bool, interrupted: Callable[[], None]
     ) -> None:
-        """`version`: of the state, now."""
-        self._version = version
+        """`interrupted`: told that a call is abandoned, before the engine forgets it."""
+        self._interrupted = interrupted
         self._engine, self._script = engine, script
         self.ring = engine.ring
         self.replica_group = engine.replica_group
@@ -85,6 +54,7 @@ class ProtectedState:
             yield from self._script.loop.tensors(holders)
 
     def envelope(self) -> Any:
+        loop = self._script.loop
         return {
             "engine": self._engine.envelope(),
             "results": self._script.results.state(),
@@ -93,7 +63,7 @@ class ProtectedState:
             "began": self._script.began,
             "first": self._script.first,
             "module": self._script.module.capture(),
-            "loop": self._script.loop.envelope(self._version()) if self._script.loop is not None else None,
+            "loop": loop.envelope(self._script.session.version) if loop is not None else None,
             "references": self._script.references.state(),
         }
 
@@ -161,7 +131,7 @@ class ProtectedState:
         self._engine.passed()
 
     def reset(self) -> None:
-        self._script.interrupted()
+        self._interrupted()
         self._engine.reset()
 
 

@@ -38,8 +38,9 @@ OTHERS = (
 class Protecting(Protocol):
     """The protected engine, see `ft_deepspeed.protection`."""
 
-    dealing: Any
-    """Who deals the samples, where replica groups may be away."""
+    @property
+    def dealing(self) -> Any:
+        """Who deals the samples, where replica groups may be away."""
 
     @property
     def position(self) -> int:
@@ -70,7 +71,7 @@ class References:
         def guarding(forward: Any) -> Any:
             def guarded(*args: Any, **kwargs: Any) -> Any:
                 if self.protection is None:
-                    with session.comms.startup.used():
+                    with session.in_place.used():
                         return forward(*args, **kwargs)
                 return self.protection.beside(Pass(engine, forward, args, kwargs, number))
 

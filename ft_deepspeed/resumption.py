@@ -30,7 +30,7 @@ class Resumption:
                 session.commit_wait()  # or a newcomer's script could begin beyond what all go back to
                 result = save(*args, **kwargs)
                 if (step := self._saved(_given(save, args, kwargs))) is not None:
-                    session.comms.newcomers_begin_at(step)
+                    session.in_place.newcomers_begin_at(step)
                 return result
 
             return save_checkpoint

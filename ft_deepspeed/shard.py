@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ft_core.adapter import StateTensor
+from ft_core.state.optimizer import restore_state
 from ft_deepspeed.parts import Part
 from ft_deepspeed.zero import Master
+
+_HOST = torch.device("cpu")
 
 
 class AdoptedShard:
@@ -123,16 +125,8 @@ class Shard:
             return dropped
         if not state:
             state = self._optimizers()[0].state.setdefault(master.tensor, {})
-        remade = False
-        for key in set(state) - set(kept) - set(scalars):
-            del state[key]
-            remade = True
-        for key, saved in kept.items():
-            live = state.get(key)
-            if not isinstance(live, torch.Tensor) or live.shape != saved.shape or live.dtype != saved.dtype:
-                device = "cpu" if f"{master.name}.{key}" in host else master.tensor.device
-                state[key] = live = torch.empty(saved.shape, dtype=saved.dtype, device=device)
-                remade = True
-            live.copy_(saved)
-        state.update(copy.deepcopy(scalars))
-        return remade
+
+        def place(key: str, _: torch.Tensor) -> torch.device:
+            return _HOST if f"{master.name}.{key}" in host else master.tensor.device
+
+        return restore_state(state, kept, scalars, place)

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.activation_checkpointing import checkpointing
@@ -18,6 +17,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ft_core.adapter import Redundancy, ReplicaGroup, State, StateTensor
 from ft_core.state import rng
+from ft_core.state.optimizer import hyper_parameters, is_plain, restore_group
 from ft_deepspeed import adoption, adoption3, parts, persistent, schedule, trace, zero
 from ft_deepspeed.abandon import Baseline, abandon
 from ft_deepspeed.cpu_adam import Powers
@@ -71,10 +71,8 @@ class DeepSpeedAdapter:
 
     def __init__(self, engine: Any, lean: bool) -> None:
         """`engine`: as deepspeed.initialize made it, before its first forward pass. `lean`: snapshots leave
-        out what all roles together can derive. Raises ValueError if its configuration has something that is
-        not covered (see `ft_deepspeed.zero.unsupported`)."""
-        if (reason := zero.unsupported(engine)) is not None:
-            raise ValueError(f"this DeepSpeed configuration cannot be protected: {reason}")
+        out what all roles together can derive. Raises ConfigError if it cannot be protected."""
+        zero.check(engine)
         self.engine, self.lean = engine, lean
         self._layout = zero.layout(engine, lean)
         self.lacks_weights = False
@@ -150,7 +148,7 @@ class DeepSpeedAdapter:
             # DeepSpeed's own schedulers leave it out of their state.
             "last_lr": vars(scheduler).get("_last_lr") if scheduler is not None else None,
             "groups": [
-                [_hyper_parameters(group) for group in o.param_groups] for o in zero.inner_optimizers(engine)
+                [hyper_parameters(group) for group in o.param_groups] for o in zero.inner_optimizers(engine)
             ],
             **self._shard.envelope(),
             "powers": self._powers.state(),
@@ -216,13 +214,7 @@ class DeepSpeedAdapter:
             engine.lr_scheduler._last_lr = envelope["last_lr"]
         for optimizer, groups in zip(zero.inner_optimizers(engine), envelope["groups"], strict=True):
             for group, saved in zip(optimizer.param_groups, groups, strict=True):
-                for key in _hyper_parameters(group).keys() - saved.keys():
-                    del group[key]  # it came with a later step
-                for key, value in saved.items():
-                    if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
-                        group[key].copy_(value)
-                    else:
-                        group[key] = value
+                restore_group(group, saved)
         if (coordinator := self._coordinator) is not None:
             trace.restore(coordinator, engine.module, envelope.get("trace"))
             persistent.release(engine.module.parameters())
@@ -333,17 +325,5 @@ def _attributes(part: Any, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: vars(part)[name] for name in names if name in vars(part)}
 
 
-def _hyper_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params" and _is_plain(value)}
-
-
 def _plain_attributes(part: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(part).items() if _is_plain(value)}
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
-    return value is None or isinstance(value, (bool, int, float, str, np.generic, torch.Tensor))
+    return {name: value for name, value in vars(part).items() if is_plain(value)}

@@ -188,7 +188,7 @@ class TrainerLoop:
         if (top := found["top"]) is None:
             return
         if top["callbacks"] != _names(trainer):
-            self._session.cannot_pass("the callbacks of its Trainer are other ones than before")
+            self._session.in_place.cannot_pass("the callbacks of its Trainer are other ones than before")
         self._target = top
         self._calls.goes_to(top["calls"])
         log.info("role %d: its loop begins at update %d", self._session.role, top["state"]["global_step"] + 1)
@@ -315,7 +315,7 @@ class _Epoch:
             found = self._original(iterator, *args, **kwargs)
         loop._target = None
         if not loop._data.arrived:
-            loop._session.cannot_pass("its data are other ones than before")
+            loop._session.in_place.cannot_pass("its data are other ones than before")
         return found
 
 

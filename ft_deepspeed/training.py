@@ -7,17 +7,16 @@ through none, and nothing of what a script was given has to be kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+import deepspeed
 import torch
 from msgspec import structs
 
-from ft_core.adapter import Redundancy, State, StateTensor
-from ft_core.elastic.rules import Membership
+from ft_core.adapter import Adapter, Maker, Redundancy, StateTensor
 from ft_core.errors import ConfigError
 from ft_core.kept import Kept
-from ft_core.protocol.messages import Dealt
 from ft_core.state import rng
 from ft_core.worker import session
 from ft_core.worker.loop import Loop
@@ -25,7 +24,7 @@ from ft_deepspeed import boundary
 from ft_deepspeed.config import SECTION
 from ft_deepspeed.module_state import ModuleState, scripts
 from ft_deepspeed.state import DeepSpeedAdapter
-from ft_deepspeed.zero import inner_optimizer, unsupported
+from ft_deepspeed.zero import inner_optimizer
 
 Result = TypeVar("Result")
 
@@ -61,8 +60,6 @@ class ProtectedTraining(Loop):
             raise ConfigError(
                 "ProtectedTraining on DeepSpeed waits for a node where one is lost: use policy wait"
             )
-        if (reason := unsupported(engine)) is not None:
-            raise ConfigError(reason)
         self._state = LoopState(engine, self._session.lean)
         boundary.install(engine, self._session)
         self._session.point("startup")
@@ -104,8 +101,10 @@ class ProtectedTraining(Loop):
         return self._session.protect(state, entered, self._engine.global_steps)
 
 
-class LoopState:
-    """DeepSpeed's state, what the model keeps in attributes, and what the script has named (an `Adapter`)."""
+class LoopState(Adapter):
+    """DeepSpeed's state, what the model keeps in attributes, and what the script has named."""
+
+    maker = Maker("DeepSpeed", deepspeed.__version__, "ProtectedTraining", 1)
 
     def __init__(self, engine: Any, lean: bool) -> None:
         self._engine, self._state = engine, DeepSpeedAdapter(engine, lean)
@@ -145,12 +144,6 @@ class LoopState:
         self._module.restore(envelope["module"])
         self.result, self._kept = envelope["result"], Kept(tensors)
         self._kept.apply()
-
-    def adopt(self, roles: Sequence[int]) -> Mapping[int, State]:
-        return {}
-
-    def dealt_after(self, version: int, membership: Membership) -> Iterable[tuple[int, Dealt]]:
-        return ()
 
     def derive(self) -> None:
         self._state.derive()

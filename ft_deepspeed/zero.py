@@ -8,8 +8,8 @@ of the masters (see `parts`), in a full one masters that are the same as a slice
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any
 
 import torch
@@ -25,11 +25,11 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 
+from ft_core.errors import ConfigError
+from ft_deepspeed import config
 from ft_deepspeed.parts import Part, master_name
 
 Holders = tuple[int, ...]
-
-_UNCOVERED_OPTIMIZERS = ("onebitadam", "onebitlamb", "zerooneadam")
 
 
 @dataclass(frozen=True)
@@ -189,51 +189,17 @@ def _plain(engine: Any, optimizer: Any, result: Layout) -> None:
             result.masters.append(Master(master_name(i, j), master, replicas(engine, master), listed=own))
 
 
-def unsupported(engine: Any) -> str | None:
-    """Why this engine cannot be protected, if so: a sentence that names the configuration key to change."""
-    return next(_objections(engine), None)
-
-
-def _objections(engine: Any) -> Iterator[str]:
-    config = engine._config
-    zero = config.zero_config
-    optimizer = engine.optimizer
-    if optimizer is None or isinstance(optimizer, DeepSpeedZeRoOffload):
-        yield "the engine has no optimizer: nothing is trained that could be protected"
-        return
-    if isinstance(inner_optimizer(engine), DummyOptim):
-        yield "the engine has no optimizer: nothing is trained that could be protected"
-        return
-    for section in ("offload_optimizer", "offload_param"):
-        if str(getattr(getattr(zero, section), "device", "none")).rpartition(".")[2] == "nvme":
-            yield f'"zero_optimization.{section}.device": "nvme" keeps state in files; use "cpu"'
-    if getattr(zero.offload_optimizer, "super_offload", False):
-        yield '"zero_optimization.offload_optimizer.super_offload" steps in another process; set it to false'
-    if getattr(zero, "zenflow", None) is not None:
-        yield '"zero_optimization.zenflow" updates weights outside the step; remove it'
-    if zero.zero_hpz_partition_size > 1:
-        yield '"zero_optimization.zero_hpz_partition_size" must be 1: secondary partitions are not covered'
-    for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
-        if getattr(zero, key, False):
-            yield f'"zero_optimization.{key}" must be false: quantized communication is not covered'
-    if getattr(zero, "mics_shard_size", -1) > 0:
-        yield '"zero_optimization.mics_shard_size" must be -1: MiCS is not covered'
-    if getattr(getattr(config, "compile_config", None), "deepcompile", False):
-        yield '"compile.deepcompile" must be false: compiled graphs hold gradients and weights of their own'
-    kinds = {str(engine.optimizer_name() or "").lower(), type(inner_optimizer(engine)).__name__.lower()}
-    if kinds & set(_UNCOVERED_OPTIMIZERS):
-        yield '"optimizer.type": errors of 1-bit compression are not covered; use "Adam" or "Lamb"'
-    if any("muon" in kind for kind in kinds) or vars(optimizer).get("use_muon"):
-        yield '"optimizer.type": Muon changes its momentum before the step; use "AdamW"'
-    if getattr(zero.offload_optimizer, "ratio", 1.0) < 1:
-        yield '"zero_optimization.offload_optimizer.ratio" must be 1: one of two optimizers steps unseen'
-    if getattr(config, "amp_enabled", False):
-        yield '"amp.enabled" must be false: use "fp16", "bf16" or "torch_autocast"'
-    if vars(engine).get("quantizer") is not None:
-        yield '"quantize_training" must go: its quantization schedule is not covered'
+def check(engine: Any) -> None:
+    """Raise ConfigError, which says what to change, if this engine cannot be protected."""
+    inner = inner_optimizer(engine)
+    if isinstance(inner, (NoneType, DummyOptim, DeepSpeedZeRoOffload)):
+        raise ConfigError("the engine has no optimizer: nothing is trained that could be protected")
+    config.check(engine._config._param_dict)
     methods = getattr(vars(engine).get("compression_scheduler"), "different_compression_methods", {})
-    if any(method.get("enabled") for method in methods.values()):
-        yield '"compression_training" must go: its schedules are not covered'
-    if getattr(getattr(config, "hybrid_engine", None), "enabled", False):
-        yield '"hybrid_engine.enabled" must be false: generation rearranges the weights'
-    yield from ()
+    config.check(
+        {  # what a script may have given as an object, or what a version has turned its keys into
+            "optimizer": {"type": type(inner).__name__},
+            "quantize_training": vars(engine).get("quantizer") is not None,
+            "compression_training": any(method.get("enabled") for method in methods.values()),
+        }
+    )

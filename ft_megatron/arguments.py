@@ -11,10 +11,12 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
+from ft_core import refusals
 from ft_core.elastic.rules import INTERVENTIONS
 from ft_core.errors import ConfigError
+from ft_core.refusals import Refusal
 from ft_core.settings import POLICIES, SNAPSHOTS
 
 SECTION = "fault_tolerance"
@@ -84,9 +86,8 @@ def _given(arguments: list[str]) -> argparse.Namespace:
     add_to(parser).add_argument("--yaml-cfg", default=None)
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
     parser.add_argument("--use-tp-pp-dp-mapping", action="store_true")
-    for refusal in _REFUSED:
-        if refusal.refuses is None:
-            parser.add_argument(refusal.flag, action="store_true")
+    for flag in _SWITCHES:
+        parser.add_argument(flag, action="store_true")
     try:
         return parser.parse_known_args(arguments)[0]
     except argparse.ArgumentError as error:
@@ -168,123 +169,109 @@ def check(args: Any) -> None:
 
     `args`: Megatron's; one that its version does not have is not asked for.
     """
-    if problems := [f"{r.flag} cannot go with --ft: {r.why}" for r in _REFUSED if r.holds(args)]:
-        raise ConfigError(f"{'; '.join(problems)}; or leave --ft out to train without protection")
+    refusals.check(_REFUSED, args, "--ft", "leave --ft out")
 
 
-class _Refusal(NamedTuple):
-    flag: str
-    why: str
-    refuses: Callable[[Any], bool] | None = None
-    """Asked with Megatron's arguments; None for a switch, which is refused when it is on."""
-
-    def holds(self, args: Any) -> bool:
-        if self.refuses is not None:
-            return self.refuses(args)
-        return bool(getattr(args, self.flag.removeprefix("--").replace("-", "_"), False))
+def _refused(flag: str, why: str, refuses: Callable[[Any], bool]) -> Refusal:
+    """`refuses`: asked with Megatron's arguments."""
+    return Refusal(lambda args: flag if refuses(args) else "", why)
 
 
 def _is(name: str, *values: Any) -> Callable[[Any], bool]:
     return lambda args: getattr(args, name, None) in values
 
 
+def _given_as(name: str) -> Callable[[Any], bool]:
+    return lambda args: getattr(args, name, None) is not None
+
+
+def _is_on(*names: str) -> Callable[[Any], bool]:
+    return lambda args: any(getattr(args, name, False) for name in names)
+
+
 def _more(name: str) -> Callable[[Any], bool]:
     return lambda args: (getattr(args, name, None) or 1) > 1
 
 
+RIVALS = ("--enable-ft-package", "--inprocess-restart")
+_RIVAL = "it restarts workers by rules of its own, also in a recovery; leave it out, ftrun does its work"
 _SHARDS = "weights keep handles of exchanges that an abandoned step has begun; leave it out"
-_NVIDIA = "it restarts workers by rules of its own, also in a recovery; leave it out, ftrun does its work"
 _FSDP = "its shards are not restored; leave it out, and shard the optimizer by --use-distributed-optimizer"
 _OFFLOAD = "what an abandoned step has offloaded would be taken for the next one's; leave it out"
+_SWITCHES = {
+    **dict.fromkeys(RIVALS, _RIVAL),
+    "--use-megatron-fsdp": _FSDP,
+    "--use-torch-fsdp2": _FSDP,
+    "--optimizer-cpu-offload": "the state of its optimizers on both devices is not restored; leave it out",
+    "--optimizer-cuda-graph": "a captured step cannot be left half-way; leave it out",
+    "--fp8-param-gather": "scales of parameters kept in fp8 are not restored; leave it out",
+    "--fp4-param-gather": "scales of parameters kept in fp4 are not restored; leave it out",
+    "--tp-comm-overlap": "Transformer Engine's userbuffers hold communicators of their own, which no "
+    "recovery opens again; leave it out",
+    "--delay-wgrad-compute": "gradients that a step has put off would be left in Transformer Engine's queue; "
+    "leave it out",
+    "--fine-grained-activation-offloading": _OFFLOAD,
+    "--fim-data": "its data sets draw from generators of their own as they are read, so a newcomer would "
+    "read other samples; leave it out, and prepare the data so",
+    "--defer-embedding-wgrad-compute": "gradients that an abandoned step has put off would be paired with "
+    "the next one's; leave it out",
+    "--perform-rl-step": "rollouts and their inference engine are not restored; leave it out",
+}
+"""Those that `ftrun` sees, too, before Megatron has read its arguments."""
 _REFUSED = (
-    _Refusal("--enable-ft-package", _NVIDIA),
-    _Refusal("--inprocess-restart", _NVIDIA),
-    _Refusal(
+    *(
+        _refused(flag, why, _is_on(flag.removeprefix("--").replace("-", "_")))
+        for flag, why in _SWITCHES.items()
+    ),
+    _refused(
         "--fault-injector-ranks",
         "who takes the role over injects the same fault again; use ftrun --ft-inject",
-        lambda args: getattr(args, "fault_injector_ranks", None) is not None,
+        _given_as("fault_injector_ranks"),
     ),
-    _Refusal(
+    _refused(
         "--fault-injector-num-ranks",
         "who takes a role over injects the same fault again; use ftrun --ft-inject",
-        lambda args: getattr(args, "fault_injector_num_ranks", None) is not None,
+        _given_as("fault_injector_num_ranks"),
     ),
-    _Refusal(
+    _refused(
         "--non-persistent-ckpt-type",
         "local checkpoints do not go with a role to another node, and the agents hold and replicate newer "
         "copies in memory; leave it out with --replication, or give global",
         _is("non_persistent_ckpt_type", "local"),
     ),
-    _Refusal("--use-megatron-fsdp", _FSDP),
-    _Refusal("--use-torch-fsdp2", _FSDP),
-    _Refusal(
-        "--optimizer-cpu-offload",
-        "the state of its optimizers on both devices is not restored; leave it out",
-    ),
-    _Refusal("--optimizer-cuda-graph", "a captured step cannot be left half-way; leave it out"),
-    _Refusal(
+    _refused(
         "--cuda-graph-impl",
         "captured graphs hold the communicators that a recovery replaces; leave it out, or give none",
         lambda args: getattr(args, "cuda_graph_impl", None) not in (None, "none"),
     ),
-    _Refusal(
+    _refused(
         "--use-nccl-ub",
         "buffers are registered with the communicators that a recovery replaces; leave it out",
         _is("nccl_ub", True),
     ),
-    _Refusal(
+    _refused(
         "--fp8-recipe",
         "the history that delayed scaling keeps in Transformer Engine is not restored; "
         "give tensorwise, blockwise or mxfp8",
         lambda args: bool(getattr(args, "fp8", None)) and getattr(args, "fp8_recipe", None) == "delayed",
     ),
-    _Refusal("--fp8-param-gather", "scales of parameters kept in fp8 are not restored; leave it out"),
-    _Refusal("--fp4-param-gather", "scales of parameters kept in fp4 are not restored; leave it out"),
-    _Refusal(
-        "--tp-comm-overlap",
-        "Transformer Engine's userbuffers hold communicators of their own, which no recovery opens again; "
-        "leave it out",
-    ),
-    _Refusal(
+    _refused(
         "--moe-token-dispatcher-type",
         "the flex dispatcher keeps buffers and handles of its peers (DeepEP, HybridEP), which would be those "
         "of lost ones; give alltoall",
         _is("moe_token_dispatcher_type", "flex"),
     ),
-    _Refusal(
-        "--delay-wgrad-compute",
-        "gradients that a step has put off would be left in Transformer Engine's queue; leave it out",
-    ),
-    _Refusal("--fine-grained-activation-offloading", _OFFLOAD),
-    _Refusal(
-        "--cpu-offloading-num-layers",
-        _OFFLOAD,
-        lambda args: bool(getattr(args, "cpu_offloading_num_layers", 0)),
-    ),
-    _Refusal(
+    _refused("--cpu-offloading-num-layers", _OFFLOAD, _is_on("cpu_offloading_num_layers")),
+    _refused(
         "--te-rng-tracker",
         "Transformer Engine's random states are not restored; leave it out",
-        lambda args: any(getattr(args, name, False) for name in ("te_rng_tracker", "use_te_rng_tracker")),
+        _is_on("te_rng_tracker", "use_te_rng_tracker"),
     ),
-    _Refusal(
-        "--fim-data",
-        "its data sets draw from generators of their own as they are read, so a newcomer would read other "
-        "samples; leave it out, and prepare the data so",
-    ),
-    _Refusal(
-        "--defer-embedding-wgrad-compute",
-        "gradients that an abandoned step has put off would be paired with the next one's; leave it out",
-    ),
-    _Refusal("--tensor-parallel-num-weight-shards", _SHARDS, _more("gtp_weight_remat_size")),
-    _Refusal(
-        "--expert-tensor-parallel-num-weight-shards",
-        _SHARDS,
-        _more("expert_gtp_weight_remat_size"),
-    ),
-    _Refusal(
+    _refused("--tensor-parallel-num-weight-shards", _SHARDS, _more("gtp_weight_remat_size")),
+    _refused("--expert-tensor-parallel-num-weight-shards", _SHARDS, _more("expert_gtp_weight_remat_size")),
+    _refused(
         "--moe-router-force-biased",
         "a bias below 0 is drawn once a process, and a newcomer would draw another; leave it out",
         lambda args: (getattr(args, "moe_router_force_biased", None) or 0) < 0,
     ),
-    _Refusal("--perform-rl-step", "rollouts and their inference engine are not restored; leave it out"),
 )

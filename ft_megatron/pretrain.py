@@ -17,27 +17,19 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ft_core.elastic.rules import Membership
-from ft_core.protocol.groups import GroupId
 from ft_core.worker import session
 from ft_core.worker.session import Session
-from ft_megatron import patched, replica_groups, saves, trackers
+from ft_megatron import patched, replica_groups, saves
 from ft_megatron.arguments import NOT_ASKED
 from ft_megatron.data import Loaders
+from ft_megatron.loop import Loop, PretrainAdapter
 from ft_megatron.optimizer_hooks import hook_optimizer
 from ft_megatron.progress_log import ProgressLog
 from ft_megatron.replica_groups import ReplicaGroups
-from ft_megatron.state import MegatronAdapter
 
 log = logging.getLogger(__name__)
-_COUNTERS = (
-    "consumed_train_samples",
-    "consumed_valid_samples",
-    "skipped_train_samples",
-    "consumed_train_bins",
-)
 _SYNC_FUNCTIONS = ("no_sync_func", "grad_sync_func", "param_sync_func")
 
 
@@ -53,120 +45,6 @@ def install(training: ModuleType) -> None:
     patched.FINALIZE.wrap(
         lambda finalize: lambda *args, **kwargs: hooks.finalize(finalize)(*args, **kwargs), of=training
     )
-
-
-class Loop:
-    """The training loop's own state: what a worker needs to know to enter it where its peers are."""
-
-    def __init__(self, training: ModuleType, loaders: Loaders, find_group: Callable[[GroupId], Any]) -> None:
-        self._training, self._loaders, self._find_group = training, loaders, find_group
-        args = training.get_args()
-        self.first: tuple[int, int] = (args.iteration, args.num_floating_point_operations_so_far)
-        """Iteration and floating-point operations at the job's beginning."""
-        self.iteration, self.operations = self.first
-        self.differs = trackers.of_each_role(args)
-        self.result: Any = None
-        """What the train step of `iteration` (counted from 0) returned; None at the job's beginning."""
-        self.totals: dict[str, Any] = {}
-        """Losses since the last line of the log, without that step's."""
-        self.lengths: Any = None
-        """What the step has found of packed sequences' lengths, on all ranks together."""
-        self.parts = 0
-        """How many parts this state has behind it: the loop, and what comes after training."""
-        self.returned: Any = None
-        """What the loop returned."""
-        self._rerun_mode = training.get_rerun_state_machine().get_mode()
-
-    def capture(self) -> dict[str, Any]:
-        """What is there at the end of a step, as plain data."""
-        args, rerun = self._training.get_args(), self._training.get_rerun_state_machine()
-        return {
-            "first": self.first,
-            "iteration": self.iteration,
-            "operations": self.operations,
-            "result": self.result,
-            "totals": dict(self.totals),
-            "parts": self.parts,
-            "returned": self.returned,
-            "counters": {name: getattr(args, name) for name in _COUNTERS if hasattr(args, name)},
-            "data": self._loaders.mark(),
-            "lengths": self.lengths,
-            "trackers": trackers.capture(),
-            "started": self._training._TRAIN_START_TIME,
-            "rerun": {
-                name: getattr(rerun, name)
-                for name in (
-                    "current_iteration",
-                    "first_iteration_complete",
-                    "rerun_requested",
-                    "checkpoint_requested",
-                    "restart_again_requested",
-                    "continue_requested",
-                    "large_value_counts",
-                    "max_values",
-                )
-            },
-        }
-
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Take over what `capture` returned, here or in a predecessor."""
-        self.first, self.iteration, self.operations = saved["first"], saved["iteration"], saved["operations"]
-        self.parts, self.returned = saved["parts"], saved["returned"]
-        device = torch.cuda.current_device()
-        self.result = _on(device, saved["result"])
-        self.totals = _on(device, saved["totals"])
-        args, rerun = self._training.get_args(), self._training.get_rerun_state_machine()
-        for owner, values in ((args, saved["counters"]), (rerun, saved["rerun"])):
-            for name, value in values.items():
-                setattr(owner, name, value)
-        self._loaders.seek(saved["data"])
-        self.lengths = saved["lengths"]
-        trackers.restore(saved["trackers"], self._find_group)
-        self._training._TRAIN_START_TIME = saved["started"]  # type: ignore[attr-defined]
-
-    def reset(self) -> None:
-        """Forget an abandoned step, evaluation or save."""
-        rerun = self._training.get_rerun_state_machine()
-        rerun.state = type(rerun.state).NOT_RUNNING_YET
-        rerun.set_mode(self._rerun_mode)
-        for timer in self._training.get_timers()._timers.values():
-            if getattr(timer, "_started", False):
-                timer.stop()
-        trackers.forget_hooks()
-        trackers.forget_lengths(self._training)
-        if saves.forget(self._training):
-            log.warning(
-                "the asynchronous checkpoint under way at iteration %d is given up; the one before it is "
-                "complete. It is written again if training goes back to its iteration, else the next comes "
-                "as --save-interval says",
-                self.iteration,
-            )
-
-
-class PretrainAdapter(MegatronAdapter):
-    """Megatron-Core's state, and the training loop's in the envelope."""
-
-    def __init__(self, model: list[Any], optimizer: Any, scheduler: Any, loop: Loop) -> None:
-        super().__init__(model, optimizer, scheduler)
-        self._loop = loop
-
-    def envelope_holders(self) -> tuple[int, ...]:
-        """Experts have random states of their own, and each role its part of what there is for the log."""
-        return (dist.get_rank(),) if self._loop.differs else super().envelope_holders()
-
-    def envelope(self) -> Any:
-        """The framework's small state, and the loop's."""
-        return {**super().envelope(), "loop": self._loop.capture()}
-
-    def restore(self, tensors: Any, envelope: Any) -> None:
-        """Put back the training's state, and that of Megatron's loop."""
-        super().restore(tensors, envelope)
-        self._loop.restore(envelope["loop"])
-
-    def reset(self) -> None:
-        """Forget what an epoch change interrupted."""
-        super().reset()
-        self._loop.reset()
 
 
 class Hooks:
@@ -210,7 +88,7 @@ class Hooks:
             return original(*args, **kwargs)
         if current.joining:
             return 0, 0
-        with current.comms.startup.section("load", muted=False):
+        with current.loading():
             return original(*args, **kwargs)
 
     # -- training ------------------------------------------------------------------------------
@@ -225,7 +103,7 @@ class Hooks:
             return original(forward_step_func, model, optimizer, scheduler, *args, **kwargs)
         assert current is not None, "checked with the arguments"
         self._session = current
-        self._loop = loop = Loop(self._training, self.loaders, current.comms.find)
+        self._loop = loop = Loop(self._training, self.loaders, current.find_group)
         self._adapter = adapter = PretrainAdapter(model, optimizer, scheduler, loop)
         self._groups = groups = ReplicaGroups(self._training, current, adapter)
         self._log = ProgressLog(self._training, groups.printed, groups.is_last, current.tell_loss)
@@ -480,14 +358,3 @@ class Hooks:
             return found
 
         return stepped
-
-
-def _on(device: Any, value: Any) -> Any:
-    """`value` with its tensors on `device`."""
-    if isinstance(value, torch.Tensor):
-        return value.clone().to(device)
-    if isinstance(value, dict):
-        return {key: _on(device, item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(_on(device, item) for item in value)
-    return value

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,13 +23,15 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+from megatron.core.package_info import __version__
 
-from ft_core.adapter import Redundancy, ReplicaGroup, State, StateTensor
+from ft_core.adapter import Maker, Redundancy, ReplicaGroup, State, StateTensor
 from ft_core.elastic.rules import Deal, Membership
 from ft_core.errors import ConfigError, EpochChanged
 from ft_core.kept import Kept
 from ft_core.protocol.messages import Dealt
 from ft_core.state import rng
+from ft_core.state.optimizer import hyper_parameters, restore_group, restore_state
 from ft_core.worker import session
 from ft_megatron.adoption import Shards, can_adopt, remember_parameters
 from ft_megatron.deal import Dealer
@@ -40,6 +43,8 @@ remember_parameters()
 
 class MegatronAdapter:
     """Snapshot and restore of a role of a Megatron-Core job (see `ft_core.adapter.Adapter`)."""
+
+    maker = Maker("Megatron-Core", __version__, "ProtectedTraining", 1)
 
     def __init__(self, model: list[Any], optimizer: Any, scheduler: Any) -> None:
         """`model`: the DDP-wrapped chunks; `optimizer` as get_megatron_optimizer made it.
@@ -158,8 +163,7 @@ class MegatronAdapter:
                 for o in self._optimizers
             ],
             "groups": [
-                [{k: v for k, v in group.items() if k != "params"} for group in o.optimizer.param_groups]
-                for o in self._optimizers
+                [hyper_parameters(group) for group in o.optimizer.param_groups] for o in self._optimizers
             ],
             "scalars": self.scalars(self._optimizers),
         }
@@ -191,10 +195,8 @@ class MegatronAdapter:
         for optimizer, groups, scaler in zip(
             self._optimizers, envelope["groups"], envelope["scalers"], strict=True
         ):
-            for group, saved_group in zip(optimizer.optimizer.param_groups, groups, strict=True):
-                for key in group.keys() - saved_group.keys() - {"params"}:
-                    del group[key]  # it came with a later step, as Transformer Engine's count of steps does
-                group.update(saved_group)
+            for group, saved in zip(optimizer.optimizer.param_groups, groups, strict=True):
+                restore_group(group, saved)
             if scaler is not None:
                 optimizer.grad_scaler.load_state_dict(scaler)
         if self._scheduler is not None:
@@ -220,16 +222,12 @@ class MegatronAdapter:
             of_this = dict(kept.get(name, {}))
             if (main_saved := of_this.pop("main", None)) is not None:
                 main.data.copy_(main_saved)
-            known = {key for key in state if isinstance(state[key], torch.Tensor)}
-            for key in known - set(of_this):  # the snapshot is older than the optimizer's first step
-                del state[key]
-            for key, saved in of_this.items():
-                if key not in state:
-                    # A step count of torch's Adam lives on the host, moments where the parameter is.
-                    device = "cpu" if saved.dim() == 0 and not _capturable(self._optimizers) else main.device
-                    state[key] = torch.empty(saved.shape, dtype=saved.dtype, device=device)
-                state[key].copy_(saved)
-            state.update(envelope["scalars"][name])
+            restore_state(state, of_this, envelope["scalars"][name], partial(self._place, main))
+
+    def _place(self, main: torch.Tensor, _: str, saved: torch.Tensor) -> torch.device:
+        """A step count of torch's Adam lives on the host, moments where the parameter is."""
+        on_host = saved.dim() == 0 and not _capturable(self._optimizers)
+        return torch.device("cpu") if on_host else main.device
 
     @torch.no_grad()
     def derive(self) -> None:

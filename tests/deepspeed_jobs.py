@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -467,23 +465,3 @@ def _config(gas: int, clipping: float) -> dict:
         "optimizer": {"type": "AdamW", "params": adam},
         "scheduler": {"type": "WarmupDecayLR", "params": decay},
     }
-
-
-def run_cases(
-    worker: Path, ranks: int, cases: str, out: Path, timeout: float = 110
-) -> tuple[str, list[dict[str, int | str]]]:
-    """A program on ranks of torchrun's, which writes the results of each to `out`.RANK.
-
-    Returns what it printed, and by rank the results: case -> what was compared, or a traceback.
-    """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run(
-        [*command, str(worker), str(out), *cases.split()],
-        env=environment() | {"DS_ACCELERATOR": "cpu"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout,
-    )
-    files = [out.with_suffix(f".{rank}") for rank in range(ranks)]
-    return done.stdout, [json.loads(f.read_text()) if f.exists() else {} for f in files]

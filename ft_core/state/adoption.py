@@ -65,7 +65,9 @@ class Snapshots:
         """`on_staged(role, version)` and `epoch_is_over` (see `Snapshotter`) are called from a thread."""
         self._role, self._adapter, self._epoch_is_over = role, adapter, epoch_is_over
         self._allocate, self._on_staged = allocate, on_staged
-        own = Snapshotter(adapter, partial(allocate, role), partial(on_staged, role), on_copy, epoch_is_over)
+        self._maker = getattr(adapter, "maker", None)  # a class that does not name `Adapter` may have none
+        about = on_copy, epoch_is_over, self._maker
+        own = Snapshotter(adapter, partial(allocate, role), partial(on_staged, role), *about)
         self._of: dict[int, tuple[Any, Snapshotter]] = {role: (adapter, own)}
 
     def adopt(self, roles: Iterable[int]) -> frozenset[int]:
@@ -80,7 +82,12 @@ class Snapshots:
             else:
                 staged = partial(self._on_staged, role)
                 allocate = partial(self._allocate, role)
-                kept[role] = state, Snapshotter(state, allocate, staged, epoch_is_over=self._epoch_is_over)
+                kept[role] = (
+                    state,
+                    Snapshotter(
+                        state, allocate, staged, epoch_is_over=self._epoch_is_over, maker=self._maker
+                    ),
+                )
         self._of = kept
         return frozenset(kept)
 

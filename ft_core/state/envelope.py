@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 from collections.abc import Collection
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from ft_core.errors import CorruptSnapshot
+from ft_core.adapter import Maker
+from ft_core.errors import ConfigError, CorruptSnapshot
+
+log = logging.getLogger(__name__)
 
 _KIND = "__ft__"
+_MAKER = "made by"
 _ALIGN = 16384
 _PLAIN = frozenset({type(None), bool, int, float, str})
 
@@ -42,6 +48,29 @@ def decode(data: bytes | memoryview) -> Any:
         raise CorruptSnapshot(
             f"metadata envelope is not readable ({error}); another copy is needed"
         ) from error
+
+
+def sign(value: Any, maker: Maker | None) -> Any:
+    """An envelope as `maker` leaves it: whoever does not look for its name does not find it."""
+    return value if maker is None else {**value, _MAKER: asdict(maker)}
+
+
+def checked(value: Any, maker: Maker | None, version: int) -> Any:
+    """The envelope of `version`, as its adapter has made it, if `maker` can read that. Raises ConfigError.
+
+    One that nobody has signed is older than signatures, and is read.
+    """
+    if maker is None or (signature := value.pop(_MAKER, None)) is None:
+        return value
+    theirs = Maker(**signature)
+    if replace(theirs, release=maker.release) != maker:
+        raise ConfigError(
+            f"step {version} was saved by {theirs}, and {maker} cannot restore it: go on with what has saved "
+            "it, or give another durable directory"
+        )
+    if theirs != maker:
+        log.warning("step %d was saved by %s, and is restored by %s", version, theirs, maker)
+    return value
 
 
 def _pack(value: Any) -> Any:

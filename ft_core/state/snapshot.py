@@ -12,12 +12,13 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 
-from ft_core.adapter import State, StateTensor
+from ft_core.adapter import Maker, State, StateTensor
 from ft_core.errors import ConfigError, CorruptSnapshot, FtError
 from ft_core.process import stream
 from ft_core.process.timeline import timeline
@@ -67,8 +68,10 @@ class Snapshotter:
         on_staged: Callable[[int], None],
         on_copy: Callable[[], None] = lambda: None,
         epoch_is_over: Callable[[], bool] = lambda: False,
+        maker: Maker | None = None,
     ) -> None:
-        """`epoch_is_over`: of the epoch that the state was made in."""
+        """`epoch_is_over`: of the epoch that the state was made in. `maker`: of the state."""
+        self._maker = maker
         self._epoch_is_over = epoch_is_over
         self._state = state
         self._allocate = allocate
@@ -93,7 +96,7 @@ class Snapshotter:
         stream makes of it, and what other streams do that the current one waits for.
         """
         self.wait()
-        data = envelope.encode(self._state.envelope(), self._room)
+        data = envelope.encode(envelope.sign(self._state.envelope(), self._maker), self._room)
         self._room = len(data)
         small = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         tensors = [StateTensor(ENVELOPE, small, self._state.envelope_holders()), *self._state.tensors()]
@@ -126,14 +129,15 @@ class Snapshotter:
 
         Every chunk is verified first; raises CorruptSnapshot without having touched anything. Where the
         framework still has that version, and the agent its own copy of it, only what an abandoned step may
-        have changed is put back. Raises FtError where the framework goes on with more than that version had.
+        have changed is put back. Raises ConfigError where another adapter has made that version, and FtError
+        where the framework goes on with more than it had.
         """
         buffer = self._buffers[slot]
         own = buffer is not None and buffer.memory_address == list(address)
         self._unsure = {1 - slot}
         if own and self._live is not None and self._live.version == version:
             live = {t.name: t.tensor.detach() for t in self._state.tensors()}
-            self._state.restore(live | self._live.volatile, envelope.decode(self._live.envelope))
+            self._state.restore(live | self._live.volatile, self._opened(self._live.envelope, version))
             return
         if buffer is None or not own:
             buffer = self._map(slot, address, segments)
@@ -152,7 +156,7 @@ class Snapshotter:
                 views[item.name] = raw.view(getattr(torch, item.dtype)).view(item.shape)
         data = views.pop(ENVELOPE).numpy().tobytes()
         self._live, self._room = None, max(self._room, len(data))
-        self._state.restore(views, envelope.decode(data))
+        self._state.restore(views, self._opened(data, version))
         now = list(self._state.tensors())
         if own and (left := sorted(t.name for t in now if t.name not in views)):
             raise FtError(
@@ -161,6 +165,9 @@ class Snapshotter:
             )
         volatile = {t.name: t.tensor.detach().clone() for t in now if t.volatile}
         self._live = _Live(version, data, volatile)
+
+    def _opened(self, data: bytes, version: int) -> Any:
+        return envelope.checked(envelope.decode(data), self._maker, version)
 
     def step_begins(self) -> None:
         """From here on the framework's state is no version's, until the next is staged or one is loaded."""

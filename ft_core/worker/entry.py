@@ -144,7 +144,7 @@ def _play(
         install()
     imports.hide()
     if session.joining:
-        session.overlay.begin(job_dir, sockets, session.cannot_pass)
+        session.overlay.begin(job_dir, sockets, session.in_place.cannot_pass)
         session.comms.startup.tells = session.overlay.complete
     tracking.install(session, logs, partial(played, job_dir / "logs", role, None))
     timeline.mark("script")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from ft_core.adapter import Adapter, ReplicaGroup
+from ft_core.adapter import Elastic, ReplicaGroup
 from ft_core.elastic.rules import AHEAD, Membership, Start, lr_factor, tellers
 from ft_core.protocol.messages import Dealt, Trained, WorkerPlan
 from ft_core.worker.shell import WorkerShell
@@ -81,7 +81,7 @@ class Groups:
         if self._own in tellers(self.membership.taking_part(version)):
             self._tell(version, dealt)
 
-    def fill_the_ledger(self, adapter: Adapter) -> None:
+    def fill_the_ledger(self, adapter: Elastic) -> None:
         """Tell again of steps that the ledger does not have: who was to tell of them may be lost, all at
         once. The state of the version that the epoch begins from is there."""
         version, entered = self._plan.version or 0, self._plan.ledger_through

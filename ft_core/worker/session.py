@@ -1,9 +1,9 @@
 """What the adapter of a framework, and a training loop of its own, meet of a worker: the step boundary, and
-the way through a recovery.
+the way into training again after a recovery.
 
 Behind it are the machine (`worker.machine`), its shell and what the main thread does between two epochs
 (`worker.recovery`). When an epoch is over, the main thread unwinds to `Session.protect`, or to the engine
-call of a script that is protected in place (`begin`, `recover`). Main thread only.
+call of a script that is protected in place (`worker.in_place`). Main thread only.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from ft_core.adapter import Adapter
+from ft_core.comm.collectives import FtProcessGroup
 from ft_core.comm.process_group import Communicators
 from ft_core.errors import ConfigError, FtError
 from ft_core.overlay import Overlay
 from ft_core.process.stream import settle
 from ft_core.process.timeline import timeline
 from ft_core.protocol import messages as m
-from ft_core.protocol.groups import parse
-from ft_core.state.envelope import decode
+from ft_core.protocol.groups import GroupId
 from ft_core.state.memory import IN_OPTIMIZER, Word, word_of_loss
 from ft_core.worker import events as e
 from ft_core.worker import imports, marks
 from ft_core.worker.groups import Groups
+from ft_core.worker.in_place import InPlace
 from ft_core.worker.logs import played, printed
 from ft_core.worker.ordinary import exit_code
 from ft_core.worker.recovery import Ahead, Recovery
@@ -49,15 +50,6 @@ def begin(session: Session) -> None:
     """From here on it is the `current` one of this process."""
     global _current
     _current = session
-
-
-class Progress(NamedTuple):
-    """How far a role is that trains."""
-
-    version: int
-    """That all roles have done."""
-    envelope: Any
-    """The role's own, of that version or the next."""
 
 
 class Session:
@@ -87,6 +79,8 @@ class Session:
         """The replica groups that take part."""
         self.overlay = Overlay()
         """The layer above real files, while a newcomer's script is on its way."""
+        self.in_place = InPlace(shell, self.groups, self.overlay, lambda: self._protected)
+        """For a script that is protected as it is."""
 
     @property
     def role(self) -> int:
@@ -117,6 +111,10 @@ class Session:
     def comms(self) -> Communicators:
         """The process groups."""
         return self._shell.comms
+
+    def find_group(self, identity: GroupId) -> FtProcessGroup | None:
+        """The process group that all its members call so; None where there is none."""
+        return self.comms.find(identity)
 
     def leave(self) -> None:
         """The script's last line is done. Returns when it is on every role, so that nobody misses a peer.
@@ -163,7 +161,7 @@ class Session:
             nonlocal result
             ends = last
             if self._machine.parts < self._part:
-                with self.inside():
+                with self.in_place.inside():
                     try:
                         recovery.derive()
                         value = call()
@@ -185,9 +183,9 @@ class Session:
     def begin(self, adapter: Adapter, version: int, redo: Callable[[], None], resumes: bool = False) -> None:
         """Protect in place a script that has no training function to enter again.
 
-        From here on collectives count as the framework's step only `inside` its calls. All others are
-        recorded, as those of start-up are, and one that a failure interrupts is completed in the next
-        epoch (see `startup`): before it is issued again, `recover` is called. `redo` brings a role from
+        From here on collectives count as the framework's step only `in_place.inside` its calls. All others
+        are recorded, as those of start-up are, and one that a failure interrupts is completed in the next
+        epoch: before it is issued again, `in_place.recover` is called. `redo` brings a role from
         `self.version`, which was loaded, to the place where it was interrupted. `resumes`: started again,
         the script goes on from its own newest checkpoint, so that is what the job falls back to.
 
@@ -201,7 +199,7 @@ class Session:
         timeline.mark("waiting for the epoch")
         self._shell.handle(e.Begins())
         self._shell.wait_while(StartUp)
-        self.comms.startup.training_begins(self.recover)
+        self.comms.startup.training_begins(self.in_place.recover)
         objection = self.groups.start.objection(adapter.replica_group, self.role, version)
         if objection and not self.joining:
             raise ConfigError(objection)
@@ -221,7 +219,7 @@ class Session:
         What is slow the first time (kernels, caches, the optimizer's state) is behind this role when they
         wait for it. A rehearsal that fails does no harm: all that a step changes is loaded afterwards.
         """
-        if not self._ahead:
+        if self.role not in self._plan.ahead:
             return
         try:
             with self.comms.startup.rehearsal(), self.overlay.real():
@@ -230,32 +228,9 @@ class Session:
             log.warning("role %d could not rehearse a step, and its first is slower: %r", self.role, error)
         adapter.reset()
 
-    def progress_of_others(self) -> Progress | None:
-        """Before `begin`, where others train meanwhile: how far the role is that stands for this one.
-
-        The script can be brought to that version without them: of what it does outside of the framework's
-        calls until there, the results are on record. None where nobody trains without this role.
-        """
-        if not self._ahead:
-            return None
-        holder = self._plan.ahead[self.role]
-        try:
-            found = self._shell.ask(lambda number: m.AskProgress(number, holder), m.ProgressFound)
-            envelope = decode(found.envelope.encode())
-        except (FtError, ValueError) as error:
-            log.info("role %d: %s; its script gets to the others with the epoch to come", self.role, error)
-            return None
-        self.groups.learn()
-        self.comms.learn({parse(text): (count, holder) for text, count in found.counts.items()})
-        return Progress(found.version - 1, envelope)
-
     @property
     def _plan(self) -> m.WorkerPlan:
         return self._machine.plan
-
-    @property
-    def _ahead(self) -> bool:
-        return self.role in self._plan.ahead
 
     @property
     def _protected(self) -> Recovery:
@@ -296,28 +271,6 @@ class Session:
         """Whether the script wants no fault tolerance, or cannot have it."""
         return self._unprotected is not None
 
-    def recover(self) -> None:
-        """The epoch is over: take up the next one, in place. Main thread, outside the framework's calls."""
-        self._protected.recover()
-
-    def derive(self) -> None:
-        """For a script that is protected in place, first in its `redo`: complete what was loaded. Raises
-        EpochChanged."""
-        with self.inside():
-            self._protected.derive()
-
-    def inside(self) -> AbstractContextManager[None]:
-        """Wraps a call of the framework's that is done again from its beginning when a failure interrupts it.
-
-        Its collectives are not recorded; they raise EpochChanged when the epoch is over.
-        """
-        return self.comms.startup.paused()
-
-    def interrupted(self, error: Exception) -> bool:
-        """Whether `error` comes of the epoch's end, and `recover` is due. Drops what the abandoned call has
-        left on its frames."""
-        return self._protected.explains(error)
-
     def check_epoch(self) -> None:
         """Leave the step when a new epoch was announced, and not in its next collective. Raises
         EpochChanged."""
@@ -332,15 +285,6 @@ class Session:
         settle()
         self._shell.check_epoch()
 
-    def replace_worker(self, reason: str) -> NoReturn:
-        """This process cannot get to where its peers are: end it, so that another takes its role over."""
-        self._shell.replace(reason)
-
-    def cannot_pass(self, what: str) -> NoReturn:
-        """A newcomer's script does, on its way through steps that are done, `what` cannot be passed over. Nor
-        can another's, so the job begins anew. Any thread."""
-        self._shell.replace(f"in steps that are done {what}, which cannot be passed over", m.Fault.DIVERGED)
-
     def configure(self, settings: Mapping[str, m.Setting]) -> None:
         """Settings that the script brings (names as in `Settings`). Raises FtError if they cannot be had."""
         imports.check()
@@ -349,6 +293,11 @@ class Session:
         if reply.error:
             raise FtError(reply.error)
         self._shell.handle(e.SettingsBrought(settings))
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Wraps the script's reading of its own checkpoint in start-up: a newcomer, whose state comes from
+        elsewhere, communicates nothing there, and nobody waits for it."""
+        return self.comms.startup.section("load", muted=self.joining)
 
     def unprotected(self, reason: str = "") -> None:
         """The script wants no fault tolerance, or cannot have it for `reason`: nothing is recorded, and a
@@ -434,11 +383,6 @@ class Session:
             self.groups.trained(dealt)
         if shell.version >= machine.hold_at:
             recovery.hold()
-
-    def passed(self) -> None:
-        """A call of a newcomer's script was answered from the record: so others see that it gets on."""
-        self._shell.passed()
-        self.overlay.gets_on()
 
     def tell_loss(self, loss: float) -> None:
         """The loss of the newest step, where the host knows it: for the job's page, nothing depends on it.

@@ -87,7 +87,7 @@ def _once(session: Session, method: Callable[..., Any]) -> Callable[..., Any]:
             return None
         what = args[0] if args else next(iter(kwargs.values()), None)
         if isinstance(what, (str, os.PathLike)):
-            session.cannot_pass(f"it asks W&B for what {method.__name__} makes of {what}")
+            session.in_place.cannot_pass(f"it asks W&B for what {method.__name__} makes of {what}")
         return what
 
     return call

@@ -10,7 +10,7 @@ from pathlib import Path
 import ft_core
 
 ORDER = (
-    *("errors", "plugins", "import_hook", "patching", "patched"),
+    *("errors", "refusals", "plugins", "import_hook", "patching", "patched"),
     *(
         "process",
         "protocol",
@@ -23,7 +23,7 @@ ORDER = (
         "net",
         "overlay",
     ),
-    *("settings", "kept"),
+    *("settings", "kept", "conformance"),
     *("worker", "control", "node", "cli"),
 )
 """What `ft_core` consists of, lowest first: each may import itself and what stands before it."""

@@ -5,6 +5,7 @@ import os
 import threading
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ from core.models import Model
 from memory_of import memory_files
 from waiting import wait_for_value
 
-from ft_core.adapter import StateTensor
-from ft_core.errors import CorruptSnapshot, FtError
+from ft_core.adapter import Maker, StateTensor
+from ft_core.errors import ConfigError, CorruptSnapshot, FtError
 from ft_core.state import snapshot
 from ft_core.state.adoption import Snapshots
 from ft_core.state.device_copy import hash_of
@@ -167,6 +168,59 @@ def test_memory_that_the_agent_has_brought_and_nobody_has_loaded_is_used_again(p
     snapshotter.stage(3)
     snapshotter.wait()
     assert memory.versions() == [2, 3]
+
+
+MAKER = Maker("F", "1.2", "a loop", 3)
+
+
+@pytest.mark.parametrize(
+    "maker", [replace(MAKER, framework="G"), replace(MAKER, adapter="another"), replace(MAKER, format=2)]
+)
+def test_what_another_adapter_has_saved_is_not_restored(maker):
+    model, memory = Model(), RoleMemory()
+    allocate = lambda slot, s: memory.allocate(slot, s).memory.address  # noqa: E731
+    saving = Snapshotter(model, allocate, lambda version: None, maker=maker)
+    saving.stage(5)
+    saving.wait()
+    other = Model()
+    other.step()
+    before = other.content()
+    with pytest.raises(ConfigError) as wrong:
+        load(Snapshotter(other, allocate, lambda version: None, maker=MAKER), memory, 5)
+    assert str(wrong.value) == (
+        f"step 5 was saved by {maker}, and F 1.2 (a loop, format 3) cannot restore it: go on with what has "
+        "saved it, or give another durable directory"
+    )
+    assert same(other.content(), before)
+
+
+def test_what_another_release_of_the_framework_has_saved_is_restored_and_said(caplog):
+    model, memory = Model(), RoleMemory()
+    allocate = lambda slot, s: memory.allocate(slot, s).memory.address  # noqa: E731
+    saving = Snapshotter(model, allocate, lambda version: None, maker=replace(MAKER, release="1.1"))
+    model.step()
+    saving.stage(1)
+    saving.wait()
+    load(saving, memory, 1)
+    assert not caplog.text
+    other = Model()
+    load(Snapshotter(other, allocate, lambda version: None, maker=MAKER), memory, 1)
+    assert same(other.content(), model.content())
+    assert "step 1 was saved by F 1.1 (a loop, format 3), and is restored by F 1.2 (a loop" in caplog.text
+
+
+@pytest.mark.parametrize("makers", [(None, MAKER), (MAKER, None)])
+def test_a_version_without_a_maker_is_older_and_an_older_adapter_does_not_look_for_one(makers):
+    model, memory = Model(), RoleMemory()
+    allocate = lambda slot, s: memory.allocate(slot, s).memory.address  # noqa: E731
+    saving, loading = makers
+    saving = Snapshotter(model, allocate, lambda version: None, maker=saving)
+    model.step()
+    saving.stage(1)
+    saving.wait()
+    other = Model()
+    load(Snapshotter(other, allocate, lambda version: None, maker=loading), memory, 1)
+    assert same(other.content(), model.content())
 
 
 def test_state_without_numbers_and_lazy_views(parts):

@@ -45,7 +45,8 @@ def worker(
     def cannot_pass(what: str) -> None:
         raise RefusedError(what)
 
-    session = SimpleNamespace(overlay=SimpleNamespace(is_passing=passing), cannot_pass=cannot_pass)
+    overlay, in_place = SimpleNamespace(is_passing=passing), SimpleNamespace(cannot_pass=cannot_pass)
+    session = SimpleNamespace(overlay=overlay, in_place=in_place)
     tracking.install(session, logs, lambda: predecessors)  # type: ignore[arg-type]
     return wandb, session
 

@@ -117,12 +117,12 @@ def test_a_recovery_over_two_epochs(tmp_path: Path) -> None:
     wait_for_value(lambda: agent.shell.machine.announced, 2)
     with pytest.raises(EpochChanged, match="epoch 2 was announced; role 0 leaves its step"):
         agent.session.check_epoch()
-    assert agent.session.interrupted(RuntimeError("a connection broke"))
+    assert agent.session.in_place.interrupted(RuntimeError("a connection broke"))
     assert agent.session.epoch == 1
-    agent.session.recover()
+    agent.session.in_place.recover()
     assert (agent.session.epoch, agent.session.version) == (3, 1)
     assert agent.shell.comms.epoch == 3 and agent.shell.comms.alive
-    assert not agent.session.interrupted(RuntimeError("the script's own"))
+    assert not agent.session.in_place.interrupted(RuntimeError("the script's own"))
     wait_for_value(lambda: agent.of(Restored)[1:], [Restored(3, 0, os.getpid(), 1, False)])
     step(agent)
     wait_for_value(lambda: agent.of(Stepped), [Stepped(1, 0, 1), Stepped(3, 0, 2)])

@@ -1,6 +1,6 @@
 """Run by torchrun for test_adoption.py: in stage 3 some ranks are away, and the next one steps their slices.
 
-Then all are as if those ranks had been there and given zero gradients. Arguments: as of state_worker.py.
+Then all are as if those ranks had been there and given zero gradients.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from adoption_worker import alone, compare
 from deepspeed import comm
 from deepspeed.runtime.zero import stage3
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
-from state_worker import BF16, CASES, TrainedEngine, main, stage
+from state_worker import BF16, CASES, TrainedEngine, collectives, main, stage
 
 from ft_core.adapter import Redundancy
 from ft_core.comm import backend
 from ft_core.comm.process_group import Communicators
 from ft_core.comm.rendezvous import Stores
+from ft_core.conformance import Trial
 
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 CASES |= {"stage3-autocast": AUTOCAST | stage(3), "stage3-bf16-whole": BF16 | stage(3, sub_group_size=10**9)}
@@ -95,8 +96,9 @@ def check(case: str) -> int:
         enter(parameter)
 
     job.engine.optimizer.reduce_independent_p_g_buckets_and_remove_grads = entered
-    job.train(1, FIRST)
-    before, compared = job.snapshot(), 0
+    trial = Trial(job, collectives)
+    trial.train(0, FIRST)
+    before, compared = trial.snapshot(), 0
     steps = range(FIRST + 1, FIRST + 1 + STEPS)
     for away in AWAY:
         weighed[:] = [r for r in range(world) if r not in away]
@@ -106,11 +108,11 @@ def check(case: str) -> int:
         of_lost, told = {r: everybody[r] for r in away}, []
         stage3.dist, plain = InOrder(adopters), stage3.dist
         for step in steps:
-            losses, gathered = job.train(step, step), whole(job)
+            losses, gathered = job.step(step - 1), whole(job)
             dist.all_gather_object(everybody, alone(job.adapter, rank))
             told.append((losses, gathered, list(everybody)))
         stage3.dist = plain
-        job.restore(before)
+        trial.restore(before)
         dist.barrier()
         begin_epoch(adopters)
         if rank in weighed:
@@ -119,7 +121,7 @@ def check(case: str) -> int:
                 state.restore(of_lost[role][1], of_lost[role][2])
             for step, (losses, gathered, then) in zip(steps, told, strict=True):
                 where = f"{case}, without {away}, step {step}"
-                assert job.train(step, step) == losses, f"{where}: losses differ"
+                assert job.step(step - 1) == losses, f"{where}: losses differ"
                 for found, expected in zip(whole(job), gathered, strict=True):
                     assert torch.equal(found, expected), f"{where}: a main parameter or gradient differs"
                 for role, state in {rank: job.adapter, **adopted}.items():
@@ -127,7 +129,7 @@ def check(case: str) -> int:
                     compared += len(then[role][1])
             assert not job.adapter.adopt([])
         begin_epoch({})
-        job.restore(before)
+        trial.restore(before)
         weighed.clear()
     return compared
 

@@ -1,7 +1,7 @@
 """Run by torchrun for test_adoption.py: a rank holds, beside its own state, what another rank has alone.
 
 That rank is there, too, so that both can be compared after every step; only the norm counts it twice, on all
-ranks alike. Arguments: as of state_worker.py.
+ranks alike.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from deepspeed.utils import (
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
 )
-from state_worker import ACCUMULATED, BF16, CASES, DYNAMIC, TrainedEngine, main, stage
+from state_worker import ACCUMULATED, BF16, CASES, DYNAMIC, TrainedEngine, collectives, main, stage
 
 from ft_core.adapter import Redundancy
+from ft_core.conformance import Trial
 from ft_core.state import envelope
 
 FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
@@ -75,7 +76,7 @@ def check(case: str) -> int:
     ring, rank = job.adapter.ring, dist.get_rank()
     *_, adopter, role = ring
     assert job.adapter.replica_group.redundancy is Redundancy.ADOPTABLE, job.adapter.objection
-    job.train(1, FIRST)
+    Trial(job, collectives).train(0, FIRST)
 
     def of_role() -> Any:
         everybody: list[Any] = [None] * dist.get_world_size()
@@ -87,7 +88,7 @@ def check(case: str) -> int:
         adopted = job.adapter.adopt([role])[role]
         adopted.restore(there[1], there[2])
     for step in range(FIRST + 1, FIRST + STEPS):
-        job.train(step, step)
+        job.step(step - 1)
         there = of_role()
         if adopted is not None:
             compare(alone(adopted, role), there, f"{case}, step {step}")
@@ -106,7 +107,7 @@ def check(case: str) -> int:
             part = fragment(parameter, key)
             dist.broadcast(part, role, group=parameter._dp_group)
             assert torch.equal(both[key], one[key] + part.view_as(one[key])), f"{case}: {key} by parameter"
-    job.train(FIRST + STEPS, FIRST + STEPS)
+    job.step(FIRST + STEPS - 1)
     everybody: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, [p.detach() for p in job.engine.module.parameters()])
     for mine, other in zip(everybody[rank], everybody[role], strict=True):

@@ -1,8 +1,4 @@
-"""Run by torchrun for test_state.py: train, interrupt each collective of a step in turn, restore, compare.
-
-Arguments: where each rank writes its results, with its number as suffix (JSON: case -> how often it was
-interrupted, or a traceback), then the names of cases.
-"""
+"""Run by torchrun for test_state.py: train, interrupt each collective of a step in turn, restore, compare."""
 
 from __future__ import annotations
 
@@ -10,93 +6,21 @@ import functools
 import json
 import random
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from cases import run_each
 from torch.utils.checkpoint import checkpoint
 
+from ft_core.conformance import Collectives, Trial, check
+from ft_core.state import envelope
+
 TIMEOUT = timedelta(seconds=20)
-COLLECTIVES = (
-    "all_reduce all_reduce_coalesced broadcast broadcast_object_list reduce reduce_scatter "
-    "reduce_scatter_tensor all_gather all_gather_into_tensor all_gather_object barrier "
-    "all_to_all_single all_to_all send recv isend irecv"
-).split()
-
-
-class Interrupted(Exception):  # noqa: N818
-    pass
-
-
-class Collectives:
-    """Counts this rank's collectives and waits, and raises in place of a given one."""
-
-    def __init__(self) -> None:
-        self.log: list[tuple[str, tuple[int, ...]]] = []
-        self.stop: int | None = None
-
-    def passed(self, kind: str, ranks: tuple[int, ...]) -> None:
-        if self.stop is not None and len(self.log) >= self.stop:
-            raise Interrupted(f"{kind} {ranks}")
-        self.log.append((kind, ranks))
-
-    def begin(self, stop: int | None = None) -> None:
-        self.log, self.stop = [], stop
-
-    def install(self) -> None:
-        for name in COLLECTIVES:
-            if hasattr(dist, name):
-                setattr(dist, name, self._counted(name, getattr(dist, name)))
-
-    def _counted(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            if name in ("send", "recv", "isend", "irecv"):
-                peer = kwargs.get("dst", kwargs.get("src", args[1] if len(args) > 1 else None))
-                ranks = tuple(sorted((dist.get_rank(), peer)))
-                kind = "p2p"
-            else:
-                ranks, kind = tuple(dist.get_process_group_ranks(kwargs.get("group"))), name
-            self.passed(kind, ranks)
-            result = original(*args, **kwargs)
-            return Handle(result, self) if hasattr(result, "wait") else result
-
-        return counted
-
-
-class Handle:
-    def __init__(self, work: Any, collectives: Collectives) -> None:
-        self._work, self._collectives = work, collectives
-
-    def wait(self, *args: Any, **kwargs: Any) -> Any:
-        self._collectives.passed("wait", (dist.get_rank(),))
-        return self._work.wait(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
-
-
-def cuts(log: list[tuple[str, tuple[int, ...]]]) -> Iterator[int]:
-    """After how many of its operations this rank is interrupted, for each moment of the step in turn.
-
-    A moment is one that all ranks can be stopped at: everybody's operations before it are complete.
-    """
-    logs: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(logs, log)
-    heads = [0] * len(logs)
-    while True:
-        if all(head == len(log) for head, log in zip(heads, logs, strict=True)):
-            return
-        yield heads[dist.get_rank()]
-        ready = [log[head] if head < len(log) else None for head, log in zip(heads, logs, strict=True)]
-        done = [r for r, op in enumerate(ready) if op and all(ready[peer] == op for peer in op[1])]
-        assert done, f"no operation can complete: {ready}"
-        heads = [head + (rank in done) for rank, head in enumerate(heads)]
+collectives = Collectives()  # before DeepSpeed takes references
 
 
 @functools.cache
@@ -105,8 +29,6 @@ def shared_group(new_group: Callable[..., Any], ranks: tuple[int, ...] | None) -
     return new_group(ranks, timeout=TIMEOUT)
 
 
-collectives = Collectives()
-collectives.install()  # before DeepSpeed takes references
 dist.new_group = functools.partial(
     lambda original, ranks=None, **_: shared_group(original, tuple(ranks) if ranks is not None else None),
     dist.new_group,
@@ -117,7 +39,6 @@ from deepspeed.moe.layer import MoE  # noqa: E402
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec  # noqa: E402
 from deepspeed.runtime.zero import parameter_offload, partition_parameters  # noqa: E402
 
-from ft_core.state import envelope  # noqa: E402
 from ft_deepspeed.state import DeepSpeedAdapter  # noqa: E402
 
 WIDTH = 12
@@ -269,10 +190,6 @@ SAMPLED = (
 )
 
 
-Snapshot = tuple[dict[str, torch.Tensor], bytes, dict[str, torch.Tensor]]
-"""The adapter's tensors and envelope; and the weights, where a rank has them whole."""
-
-
 class TrainedEngine:
     """An engine, its adapter, and batches that depend on step, micro-batch and rank."""
 
@@ -331,152 +248,53 @@ class TrainedEngine:
                 torch.randn(4, WIDTH, generator=generator).to(self.dtype),
             )
 
-    def train(self, first: int, last: int) -> list[float]:
-        losses = []
-        for step in range(first, last + 1):
-            if self.pipeline:
-                losses.append(self.engine.train_batch(self.batches(step)).item())
-                self.adapter.compare()
-                continue
-            for x, y in self.batches(step):
+    def step(self, version: int) -> list[float]:
+        """The losses of its micro batches."""
+        if self.pipeline:
+            losses = [self.engine.train_batch(self.batches(version + 1)).item()]
+        else:
+            losses = []
+            for x, y in self.batches(version + 1):
                 loss = self.engine(x, y)
                 losses.append(loss.item())
                 self.engine.backward(loss)
                 self.engine.step()
-            self.adapter.compare()
+        self.adapter.compare()
         return losses
 
-    def snapshot(self) -> Snapshot:
-        names = [t.name for t in self.adapter.tensors()]
-        assert len(names) == len(set(names)), names
-        weights = self.engine.module.named_parameters()
-        return (
-            {t.name: t.tensor.detach().clone() for t in self.adapter.tensors()},
-            envelope.encode(self.adapter.envelope()),
-            {n: p.detach().clone() for n, p in weights if not hasattr(p, "ds_tensor")},
-        )
-
-    def restore(self, snapshot: Snapshot, stop: int | None = None) -> None:
-        self.adapter.reset()
-        self.adapter.restore(snapshot[0], envelope.decode(snapshot[1]))
-        collectives.begin(stop)
-        try:
-            self.adapter.derive()
-        except Interrupted:
-            pass
-        finally:
-            collectives.stop = None
-
-
-def compare(found: Snapshot, expected: Snapshot, where: str) -> None:
-    tensors, text, _ = found
-    compare_weights(found, expected, where)
-    assert list(tensors) == list(expected[0]), f"{where}: {list(tensors)} is not {list(expected[0])}"
-    for name, tensor in tensors.items():
-        assert torch.equal(tensor, expected[0][name]), f"{where}: {name} differs"
-    if text != expected[1]:
-        here, there = envelope.decode(text), envelope.decode(expected[1])
-        different = {k: (here[k], there[k]) for k in here if repr(here[k]) != repr(there[k])}
-        raise AssertionError(f"{where}: the envelope differs: {different}")
-
-
-def compare_weights(found: Snapshot, expected: Snapshot, where: str) -> None:
-    for name, weight in found[2].items():
-        assert torch.equal(weight, expected[2][name]), f"{where}: {name} differs"
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Where a rank has them whole."""
+        return {n: p for n, p in self.engine.module.named_parameters() if not hasattr(p, "ds_tensor")}
 
 
 def run(case: str) -> int:
     """Returns how many interruptions were tried."""
-    job = TrainedEngine(case, seed=1)
-    initial = job.snapshot()
-    assert ("apart" in case) is any(name.startswith("part.") for name in initial[0])
-    early = job.train(1, 2)
-    at2 = job.snapshot()
-    losses = job.train(3, 4)
-    at4 = job.snapshot()
-    check_holders(job, at4)
-    kept = {name.partition(".")[0] for name in at4[0]}
+    tried = check(lambda seed: TrainedEngine(case, seed), collectives, every=6 if case in SAMPLED else 1)
+    check_kinds(case)
+    return tried
+
+
+def check_kinds(case: str) -> None:
+    """A version of one kind, lean or full, is one for a job of the other kind, too."""
+    trial = Trial(TrainedEngine(case, seed=1), collectives)
+    assert ("apart" in case) is any(name.startswith("part.") for name in trial.snapshot().tensors)
+    trial.train(0, 2)
+    at2 = trial.snapshot()
+    losses = trial.train(2, 4)
+    at4 = trial.snapshot()
+    kept = {name.partition(".")[0] for name in at4.tensors}
     assert "part" not in kept and ("flat" in kept) is ("full" in case), kept
     if "stage3" in case:  # no role records its trace again
-        assert (trace := envelope.decode(at2[1])["trace"]) and trace == envelope.decode(at4[1])["trace"]
-
-    def again(where: str) -> None:
-        job.restore(at2)
-        compare(job.snapshot(), at2, f"{where}, restored")
-        assert job.train(3, 4) == losses, f"{where}: losses differ"
-        compare(job.snapshot(), at4, where)
-
-    again("undisturbed")
-    collectives.begin()
-    job.train(5, 5)
-    steady = list(cuts(collectives.log))
-    again("after a whole step")
-    sparse = 6 if case in SAMPLED else 1
-    for stop in steady[::sparse]:
-        interrupt(job, 5, stop)
-        again(f"interrupted in the step's operation {stop} of {len(steady)}")
-    job.restore(at2)
-    gathers = list(cuts(collectives.log))
-    for stop in gathers:
-        interrupt(job, 3, steady[-1])
-        job.restore(at2, stop)
-        again(f"interrupted in the operation {stop} of {len(gathers)} that make the weights whole")
-    first: list[int] = []
-    if "stage3" in case or job.pipeline:  # their first step after a restore communicates more
-        job.restore(at2)
-        collectives.begin()
-        job.train(3, 3)
-        first = list(cuts(collectives.log))
-        for stop in first[:: 3 * sparse]:
-            job.restore(at2)
-            interrupt(job, 3, stop)
-            again(f"interrupted in the first step's operation {stop} of {len(first)}")
-
-    job.restore(initial)
-    compare(job.snapshot(), initial, "restored to the beginning")
-    assert job.train(1, 2) == early, "from the beginning: losses differ"
-    compare(job.snapshot(), at2, "from the beginning")
-
-    other = TrainedEngine(case, seed=3, other=True)
+        traces = [envelope.decode(found.envelope)["trace"] for found in (at2, at4)]
+        assert traces[0] and traces[0] == traces[1]
+    other = Trial(TrainedEngine(case, seed=3, other=True), collectives)
     other.restore(at2)
-    compare_weights(other.snapshot(), at2, "with the other kind of snapshot, restored")
-    assert other.train(3, 4) == losses, "with the other kind of snapshot: losses differ"
-    compare_weights(other.snapshot(), at4, "with the other kind of snapshot")
-
-    newcomer = TrainedEngine(case, seed=2)
-    if dist.get_rank() == dist.get_world_size() - 1:
-        job = newcomer
-    job.restore(at2)
-    compare(job.snapshot(), at2, "with a newcomer, restored")
-    assert job.train(3, 4) == losses, "with a newcomer: losses differ"
-    compare(job.snapshot(), at4, "with a newcomer")
-    return len(steady[::sparse]) + len(first[:: 3 * sparse])
-
-
-def interrupt(job: TrainedEngine, step: int, stop: int) -> None:
-    collectives.begin(stop)
-    try:
-        job.train(step, step)
-    except Interrupted:
-        pass
-    finally:
-        collectives.begin()
-
-
-def check_holders(job: TrainedEngine, snapshot: Any) -> None:
-    """Those who are said to have the same do have the same, and they agree on it."""
-    mine = {t.name: t.holders for t in job.adapter.tensors()}
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, (mine, snapshot[0]))
-    for name, holders in mine.items():
-        assert dist.get_rank() in holders, name
-        for peer in holders:
-            assert everybody[peer][0][name] == holders, f"{name}: {peer} disagrees on the holders"
-            assert torch.equal(everybody[peer][1][name], snapshot[0][name]), f"{name}: {peer} has another"
+    other.snapshot().compare_weights(at2, "with the other kind of snapshot, restored")
+    assert other.train(2, 4) == losses, "with the other kind of snapshot: losses differ"
+    other.snapshot().compare_weights(at4, "with the other kind of snapshot")
 
 
 def main(run: Callable[[str], int]) -> None:
-    out, cases = Path(sys.argv[1]), sys.argv[2:]
     deepspeed.logger.setLevel("ERROR")
     torch.set_num_threads(1)
     # Compiled at start-up, for inference only; a worker killed meanwhile leaves a lock behind for good.
@@ -484,17 +302,7 @@ def main(run: Callable[[str], int]) -> None:
     deepspeed.init_distributed("gloo", timeout=TIMEOUT)
     # The CPU here may not be fast at it, but can do it.
     type(deepspeed.accelerator.get_accelerator()).is_fp16_supported = lambda self: True
-    results: dict[str, Any] = {}
-    for case in cases:
-        collectives.begin()
-        try:
-            results[case] = run(case)
-        except Exception:
-            results[case] = traceback.format_exc()
-        out.with_suffix(f".{dist.get_rank()}").write_text(json.dumps(results))
-        if isinstance(results[case], str):
-            print(results[case], file=sys.stderr, flush=True)
-            sys.exit(1)  # the ranks may be out of step
+    run_each(run)
 
 
 if __name__ == "__main__":

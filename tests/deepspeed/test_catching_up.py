@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ft_deepspeed.catch_up import CatchUp
-from ft_deepspeed.protection import Phase, Protection
+from ft_deepspeed.newcomer import Newcomer
 from ft_deepspeed.results import Results
+from ft_deepspeed.script import Script
 
 
 def test_how_far_it_is_is_said_after_a_while_and_then_ever_more_seldom(
@@ -54,39 +56,50 @@ class Adapter:
         self.at = envelope["at"]
 
 
-def newcomer() -> tuple[Protection, Adapter]:
-    found: Any = object.__new__(Protection)
-    adapter = Adapter()
-    found._adapter, found._phase, found._position, found._counted = adapter, Phase.CATCHING_UP, 5, Counter()
-    found._outside = found._script = None
-    found._catch_up = SimpleNamespace(until=9, envelope=None)
-    found._made_up = SimpleNamespace(passes=ignored, answered=ignored, known=ignored, rests=lambda: None)
-    found.draws = SimpleNamespace(follow=lambda draws: None)
+@pytest.fixture
+def adapter() -> Adapter:
+    return Adapter()
+
+
+@pytest.fixture
+def newcomer(adapter: Adapter) -> Iterator[Newcomer]:
+    """Its script has done 5 of 9 steps when the first failure comes."""
     overlay = SimpleNamespace(passes=lambda: None)
-    found._session = SimpleNamespace(protecting=False, passed=lambda: None, overlay=overlay)
-    return found, adapter
+    in_place = SimpleNamespace(passed=lambda: None)
+    session: Any = SimpleNamespace(protecting=False, overlay=overlay, in_place=in_place)
+    script: Any = object.__new__(Script)
+    script.engine, script.session, script.position, script._counted = None, session, 5, Counter()
+    script.made_up = SimpleNamespace(passes=ignored, answered=ignored, known=ignored)
+    script.draws = SimpleNamespace(follow=ignored)
+    live: Any = SimpleNamespace(go_on=lambda: None)
+    state: Any = adapter
+    found = Newcomer(script, state, live, lambda: None, lambda: None)
+    found._way = CatchUp(5)
+    found._way.until = 9
+    yield found
+    found._way.close()
 
 
-def test_a_recovery_that_is_cut_short_after_its_restore_leaves_the_script_where_it_is() -> None:
-    protection, adapter = newcomer()
-    protection.interrupted()
+def test_a_recovery_that_is_cut_short_after_its_restore_leaves_the_script_where_it_is(
+    newcomer: Newcomer, adapter: Adapter
+) -> None:
+    newcomer.interrupted()
     adapter.at = "where the engine is"  # it is restored, and another epoch begins
-    protection.interrupted()
+    newcomer.interrupted()
     adapter.at = "where the engine is"
-    protection._follow(9)
+    newcomer.follow(9)
     assert adapter.at == "where the script is"
 
 
-def test_where_the_script_is_then_is_where_it_is_later() -> None:
-    protection, adapter = newcomer()
-    protection.interrupted()
-    protection._follow(9)
+def test_where_the_script_is_then_is_where_it_is_later(newcomer: Newcomer, adapter: Adapter) -> None:
+    newcomer.interrupted()
+    newcomer.follow(9)
     adapter.at = "further on"
     call: Any = SimpleNamespace(
         kind="evaluation", ends_step=False, losses=[], answer=lambda results, number: None
     )
-    protection._answer(call)
-    protection.interrupted()
+    newcomer.answer(call)
+    newcomer.interrupted()
     adapter.at = "where the engine is"
-    protection._follow(9)
+    newcomer.follow(9)
     assert adapter.at == "further on"

@@ -37,7 +37,7 @@ class Engine:
         self.said.append(f"begin {step}")
 
     @property
-    def comms(self) -> Any:
+    def in_place(self) -> Any:
         return self
 
     def after(self, step: int, *args: Any, **kwargs: Any) -> list[str]:

@@ -1,0 +1,226 @@
+"""A newcomer's script on its way to where its engine is: its calls are counted and answered."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ft_core.errors import EpochChanged
+from ft_core.process.timeline import timeline
+from ft_deepspeed import counters
+from ft_deepspeed.calls import Batch, Call, Forward, Load, Step
+from ft_deepspeed.catch_up import CatchUp
+from ft_deepspeed.context import Context
+from ft_deepspeed.live import Live
+from ft_deepspeed.protected_state import ProtectedState
+from ft_deepspeed.results import NotOnRecord, Results
+from ft_deepspeed.script import Phase, Script
+
+log = logging.getLogger(__name__)
+
+_NEAR = 8
+"""Steps that a newcomer's script passes with others waiting, rather than ask once more how far they are."""
+
+
+class Newcomer:
+    """Brings the script of one worker to where its peers are, where it has to begin behind them."""
+
+    def __init__(
+        self,
+        script: Script,
+        state: ProtectedState,
+        live: Live,
+        enters: Callable[[], None],
+        arrives: Callable[[], None],
+    ) -> None:
+        """`enters`: takes part in the epochs from here on. `arrives`: the script is where the engine is."""
+        self._script, self._state, self._live = script, state, live
+        self._engine, self._session = script.engine, script.session
+        self._enters, self._arrives = enters, arrives
+        self._way: CatchUp | None = None
+        """While the script catches up."""
+        self._from = 0
+        """Where it was when it began to pass steps."""
+        self._place: Any = None
+        """Counters, random states and schedules where the script is: the engine is further on."""
+        self._sample: Forward | None = None
+        self._gap = math.inf
+        """Steps that it was behind when it began to pass them, see `passes_ahead`."""
+
+    def begin(self) -> None:
+        """The script makes its first call."""
+        self._place, self._from = self._state.envelope(), self._script.position
+
+    @property
+    def target(self) -> Any:
+        """The envelope of the version that the script is to come to, once others know of this worker."""
+        return self._way.envelope if self._way is not None and self._session.protecting else None
+
+    def goes_to(self, top: dict[str, Any]) -> None:
+        """The script is where another was, which has told of it by `top` (`Protection.top`)."""
+        self._session.overlay.jumps()
+        self._script.goes_to(top["position"], top["counted"])
+        self._from = self._script.position
+        self._session.in_place.were_done(top["operations"])
+        self._script.draws.goes_to(top["draws"])
+        self._state.settle(top["state"])
+        self._place = None
+
+    def passes_ahead(self) -> bool:
+        """Others train without this role, and nobody waits for it: have its script pass the steps till now.
+
+        Returns whether there are any that are worth it. Then it is yet to take part.
+        """
+        position = self._script.position
+        seen = self._session.in_place.progress_of_others()
+        gap = seen[0] - position if seen is not None else 0
+        if seen is None or gap < _NEAR or gap > self._gap / 2:
+            return False
+        results = Results(seen[1]["results"])
+        if not results.covers(position):
+            return False  # the rest comes with the state
+        self._gap = gap
+        self._catches_up(*seen, results)
+        return True
+
+    def _catches_up(self, until: int, envelope: Any, results: Results) -> None:
+        """Version `until`, of which this is the envelope, is where the script is to get."""
+        script = self._script
+        script.phase = Phase.CATCHING_UP
+        self._session.overlay.passes()
+        script.made_up.passes(self._state.stepped())
+        self._way = self._way or CatchUp(script.position)
+        self._way.until, self._way.envelope = until, envelope
+        script.results = results
+        if until != script.position:
+            script.draws.follow(envelope["draws"])
+
+    # -- recovery ----------------------------------------------------------------------------------
+
+    def interrupted(self) -> None:
+        """An epoch is over. A recovery that is cut short has loaded another state by then, and the script has
+        not gone on."""
+        self._place = self._place or self._state.envelope()
+
+    def objection(self, version: int) -> str:
+        """Why this worker's script cannot get to `version` from where it is, if so."""
+        position = self._script.position
+        if version < position or (version == position and self._script.counted()):
+            return f"it has been answered as if beyond step {version}"
+        return ""
+
+    def follow(self, version: int) -> None:
+        """State `version` is loaded, and the script has yet to get there."""
+        self._live.go_on()  # nothing that came before a failure while this worker began
+        self._catches_up(version, self._state.loaded, self._state.results())
+        if version == self._script.position:
+            self._go_live()
+        else:
+            self._state.settle(self._place)
+
+    def keep_up(self) -> None:
+        """Take up the next epoch, if this one is over: the script is between two calls."""
+        try:
+            self._session.check_epoch()
+        except EpochChanged:
+            self._session.in_place.recover()
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def answer(self, call: Call) -> Any:
+        """Answer it as the predecessor's was, or make it where the script is where the engine is by now."""
+        script, session = self._script, self._session
+        self._place = None  # it has gone on
+        if session.protecting:
+            self.keep_up()
+        if self._way is None:  # the recovery went back to where the script is
+            return self._live.make(call)
+        call.version = script.position
+        session.in_place.passed()
+        until, number, ends = self._way.until, script.number(call), call.ends_step
+        try:
+            result = call.answer(script.results, number)
+            script.made_up.answered(result)
+            script.made_up.known(call.losses)
+            self._left(call, number, ends)
+        except NotOnRecord as unknown:
+            session.in_place.cannot_pass(str(unknown))
+        if ends or isinstance(call, Forward):
+            self._state.passed()
+        if ends:
+            self._passed_step(call.version, self._way)
+            if script.position == until:
+                if session.protecting:
+                    self._go_live()
+                elif not self.passes_ahead():
+                    session.rehearse(self._state, self._rehearse)
+                    self._enters()
+        elif isinstance(call, Forward):
+            self._watch(result)
+            if not session.protecting:
+                self._sample = call
+        return result
+
+    def _passed_step(self, version: int, way: CatchUp) -> None:
+        script, engine = self._script, self._engine
+        script.results.answer_norm(version, engine)
+        if script.dealing is not None:
+            script.dealing.finish(script.position + 1)
+        script.reached(script.position + 1)
+        if (progress := way.progress(script.position)) is not None:
+            waited_for = logging.WARNING if self._session.protecting else logging.INFO
+            log.log(waited_for, "role %d: %s", self._session.role, progress)
+        if engine.lr_scheduler is not None and getattr(engine, "_step_applied", True):
+            engine.lr_scheduler.step()
+
+    def _left(self, call: Call, number: int, ends: bool) -> None:
+        """Put what the call has left in the engine's attributes there."""
+        if isinstance(call, (Step, Batch, Load)):
+            found = self._script.expected(call, counters.read(self._engine), ends)
+            left = self._script.results.answer_after(call.version, call.kind, number)
+            counters.write(self._engine, found | left)
+
+    def _watch(self, result: Any) -> None:
+        """Notice where the script calls `backward` for what was answered from the record."""
+
+        def touched(_: Any) -> None:
+            self._script.touched = True
+
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(touched)
+
+    def _rehearse(self) -> None:
+        """The forward pass that the script has asked for last, and back: see `Session.rehearse`."""
+        call, self._sample = self._sample, None
+        if call is None or call.kind != "forward":
+            return
+        context = Context.capture(self._engine)
+        self._live.performing = True
+        try:
+            call.execute()
+            if call.outputs:
+                self._engine.backward(call.outputs[0].float().mean())
+        finally:
+            self._live.performing = False
+            context.apply(self._engine)
+
+    def _go_live(self) -> None:
+        assert self._way is not None
+        script, envelope = self._script, self._way.envelope
+        timeline.facts["passed"] = script.position - self._from
+        if script.dealing is not None and not script.dealing.restore(script.position, envelope["deal"]):
+            self._session.in_place.replace_worker(
+                f"it has drawn other samples for step {script.position + 1} than it should"
+            )
+        self._state.settle(envelope)
+        self._way.close()
+        self._way = None
+        script.draws.lead()
+        self._live.go_on()
+        self._arrives()
