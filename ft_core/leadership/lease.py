@@ -93,6 +93,8 @@ class Follower:
     """The newest that it knows of."""
     _speaker: int = field(default=0, init=False)
     """The term of whoever it is connected to; 0 before that is said."""
+    _dialed: int = field(default=0, init=False)
+    """The term of whoever it has tried to reach; 0: there is only one leader, ever."""
     _seen: float = field(default=-math.inf, init=False)
     """When the newest look was begun that found no newer term."""
 
@@ -102,9 +104,9 @@ class Follower:
         if term == self.term:
             self._seen = max(self._seen, began)
 
-    def connected(self) -> None:
-        """There is another connection."""
-        self._speaker = 0
+    def connected(self, term: int) -> None:
+        """There is another connection, with who leads in that term, for all that is known."""
+        self._speaker, self._dialed = 0, term
 
     def led_by(self, term: int) -> None:
         """Whoever it is connected to leads in this term."""
@@ -113,8 +115,9 @@ class Follower:
 
     @property
     def deposed(self) -> bool:
-        """Whether nothing that is said on its connection counts: there is a newer leader."""
-        return 0 < self._speaker < self.term
+        """Whether nothing that is said on its connection counts, or will be: there is a newer leader. The one
+        that it has reached may have been stopped before its first word."""
+        return 0 < (self._speaker or self._dialed) < self.term
 
     def obeys(self, now: float) -> bool:
         """Whether what is said on its connection counts now. If not, it may after another look."""

@@ -62,12 +62,27 @@ def test_the_lease_of_a_fixed_controller_does_not_end() -> None:
 def test_an_agent_obeys_for_a_while_after_a_look() -> None:
     agent = Follower(trust=2.0)
     agent.looked(began=5.0, term=3)
-    agent.connected()
+    agent.connected(3)
     assert not agent.obeys(5.1)  # whoever it is has not said in which term it leads
     agent.led_by(3)
     assert agent.obeys(6.9) and not agent.obeys(7.0) and not agent.deposed
     agent.looked(began=6.5, term=3)
     assert agent.obeys(8.4)
+
+
+def test_an_agent_does_not_wait_for_a_leader_that_is_mute_and_leads_no_more() -> None:
+    """Found by the simulator: the leader was stopped before its first word, another one led, and those that
+    had reached the first stayed with it, until they were taken for lost."""
+    agent = Follower(trust=2.0)
+    agent.looked(5.0, 3)
+    agent.connected(3)
+    assert not agent.deposed
+    agent.looked(5.5, 4)
+    assert agent.deposed
+    fixed = Follower()
+    fixed.connected(0)
+    fixed.led_by(1)
+    assert not fixed.deposed
 
 
 def test_an_agent_that_knows_of_a_newer_term_obeys_no_older_one() -> None:
@@ -76,7 +91,7 @@ def test_an_agent_that_knows_of_a_newer_term_obeys_no_older_one() -> None:
     agent.led_by(3)
     agent.looked(5.5, 4)
     assert agent.deposed and not agent.obeys(5.6)
-    agent.connected()
+    agent.connected(4)
     assert not agent.deposed
     agent.led_by(4)
     assert agent.obeys(5.7)
@@ -798,7 +813,7 @@ def test_an_agent_waits_for_a_look_where_it_is_not_clear_whom_it_obeys(monkeypat
         looker = LeaderWatcher(cast(Leadership, place), hung_up.set, lambda error: None)
         await looker.next()
         assert looker.leader.address == "a:1"
-        looker.follower.connected()
+        looker.follower.connected(3)
         looker.follower.led_by(3)
         assert await looker.counts()
         place.fails = True

@@ -72,6 +72,8 @@ class SimNode(Process):
         self.machine = Agent(about, job.settings, self)
         self.follower = lease.Follower(lease.trust(lease.LOOK) if job.arbiter is not None else math.inf)
         self._leader: SimController | None = None
+        self._term = 0
+        """In which that one leads."""
         """Who leads, as far as is known here."""
         self._looked = 0.0
         """When the newest look was begun that was answered, by the clock of its machine."""
@@ -143,7 +145,7 @@ class SimNode(Process):
                 self._looked = began
                 self.follower.looked(began, found[0])
                 news = found[1] is not None and found[1] is not self._leader
-                self._leader = found[1]
+                self._term, self._leader = found
                 self._hear_deferred()
                 if news and self._led:  # at once: whoever else it was to reach leads no more
                     self._connect()
@@ -179,7 +181,7 @@ class SimNode(Process):
         link.heard[0] = lambda message: self._hear(link, message)
         link.ended[0] = lambda: self._disconnected(link)
         self._deferred.clear()
-        self.follower.connected()
+        self.follower.connected(self._term)
         self.handle(ev.Connected(max(1, self.follower.term)))
 
     def _soon(self) -> float:

@@ -15,6 +15,7 @@ from .schedules import DERIVES, DRAINS, LADDER, READY, RELAYS, simulate
 
 SCHEDULES = int(os.environ.get("SCHEDULES", "2000"))
 FAILED_ONCE = {
+    -1729828380: "agents stayed with a leader that was stopped before its first word, while another one led",
     1021: "a node without the plan was told once to bring a group back (what_to_prepare_is_said_once)",
     1718: "a newcomer waited in start-up for roles that had just come back (newcomers_have_no_records)",
     1070: "a successor took over without the spares, and their copies",

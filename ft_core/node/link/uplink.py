@@ -13,10 +13,11 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from ft_core.errors import AuthenticationError, ProtocolError
-from ft_core.leadership.base import Leadership
+from ft_core.leadership.base import Leader, Leadership
 from ft_core.node import events as e
 from ft_core.node.link.leader_watcher import LeaderWatcher
 from ft_core.node.link.pulse import Loop
@@ -52,6 +53,7 @@ class _MisreadError(ProtocolError):
     """What the controller answers cannot be understood."""
 
 
+T = TypeVar("T")
 Channel = AsyncChannel[m.ToAgent | m.UseRelay | m.RelayLives | Bundle]
 
 
@@ -115,7 +117,8 @@ class Uplink:
         misread = 0
         while not self._ends:
             pause, began, failed = _RECONNECT, time.monotonic(), False
-            if not (leader := self._leader_watcher.leader.address):
+            dialed = self._leader_watcher.leader
+            if not (leader := dialed.address):
                 self._handle(e.NotConnected("nobody leads the job at present"))
                 await self._leader_watcher.next()
                 continue
@@ -137,7 +140,7 @@ class Uplink:
             else:
                 began = time.monotonic()
                 try:
-                    await self._listen(channel, leader)
+                    await self._listen(channel, dialed)
                 except ConnectionError as error:
                     log.debug("node %s: a connection ended (%s)", self._node, error)
                     if self._in_vain:  # as thousands may, since the controller was held up
@@ -175,7 +178,7 @@ class Uplink:
             try:
                 channel.post(m.RouteRequest(self._relay.address, self._direct))
                 async with asyncio.timeout(handshake.PATIENCE):
-                    answer = await channel.recv()
+                    answer = await self._while_it_leads(leader, channel.recv())
                 if not isinstance(answer, m.UseRelay):
                     raise ProtocolError(f"{leader} does not say who is to speak for this node")
             except BaseException as error:
@@ -200,8 +203,14 @@ class Uplink:
             return None
 
     async def _connect(self, address: str, leader: str, timeout: float, patience: float = 0.0) -> Channel:
-        """Unless somebody else leads before that has come about. Raises as `AsyncChannel.connect`."""
-        attempt = asyncio.ensure_future(AsyncChannel.connect(address, self._secret, _TOLD, timeout, patience))
+        """Raises as `AsyncChannel.connect`."""
+        attempt = AsyncChannel.connect(address, self._secret, _TOLD, timeout, patience)
+        return await self._while_it_leads(leader, attempt)
+
+    async def _while_it_leads(self, leader: str, wanted: Coroutine[Any, Any, T]) -> T:
+        """What is wanted of the leader, which may be stopped. Raises ConnectionAbortedError if somebody else
+        leads before that has come about."""
+        attempt = asyncio.ensure_future(wanted)
         try:
             while not attempt.done():
                 look = asyncio.ensure_future(self._leader_watcher.next())
@@ -213,11 +222,13 @@ class Uplink:
         finally:
             attempt.cancel()
 
-    async def _listen(self, channel: Channel, leader: str) -> None:
+    async def _listen(self, channel: Channel, dialed: Leader) -> None:
         """To the controller, until that ends: raises as `AsyncChannel.recv`."""
-        self._channel, follower = channel, self._leader_watcher.follower
+        self._channel, follower, leader = channel, self._leader_watcher.follower, dialed.address
         channel.ends_first()
-        follower.connected()
+        follower.connected(dialed.term)
+        if follower.deposed:
+            raise ConnectionAbortedError(f"{leader} leads no more")
         self._handle(e.Connected(max(1, follower.term), self._job))
         self._in_vain = bool(self._through)
         first = await self._first(channel, leader)
