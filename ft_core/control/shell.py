@@ -86,7 +86,7 @@ from ft_core.protocol.messages import (
     UseRelay,
 )
 from ft_core.protocol.pulses import receiver
-from ft_core.protocol.sockets import listen
+from ft_core.protocol.sockets import listen, split_address
 from ft_core.settings import Settings, job_id, read_secret
 
 log = logging.getLogger(__name__)
@@ -268,23 +268,22 @@ class Shell:
     async def _listen(self) -> tuple[socket.socket, socket.socket]:
         """For connections, and for pulses at the same port."""
         address = self.settings.controller if self._office is None else self._office.address
-        host, port = address.rsplit(":", 1)
         said = False
         while True:
             try:
-                listener = listen(host, int(port))
+                listener = listen(*split_address(address))
                 try:
-                    return listener, receiver(host, listener.getsockname()[1])
+                    return listener, receiver(*listener.getsockname()[:2])
                 except OSError as error:
                     listener.close()
                     raise OSError(error.errno, f"for datagrams (UDP): {error.strerror}") from None
             except OSError as error:
                 if self._failed_before is None:
                     advice = _ADVICE.get(error.errno or 0, "")
-                    problem = f"the controller cannot listen at {host}:{port}: {error}{advice}"
+                    problem = f"the controller cannot listen at {address}: {error}{advice}"
                     raise ConfigError(problem) from None
                 if not said:  # training goes on meanwhile; whoever has the port may leave
-                    log.warning("a new controller cannot listen at %s:%s yet: %s", host, port, error)
+                    log.warning("a new controller cannot listen at %s yet: %s", address, error)
                 said = True
             await asyncio.sleep(PORT_RETRY)
 
