@@ -725,8 +725,8 @@ class RecoveryCoordinator:
         replaced = "" if broken is None else self._replaceable(broken)
         if broken is not None and not replaced:
             # What they hold would be lost, or they would come back to the same link.
-            self.failure_detector.links.again(self.now)
             one, other = broken.ends
+            self.failure_detector.is_still_broken(f"{one} and {other} did not reach each other", self.now)
             what = (
                 f"nodes {one} and {other} do not reach each other, and neither can be replaced: no other "
                 "node could take over, or it holds what nobody else does"
@@ -744,9 +744,10 @@ class RecoveryCoordinator:
             self.do(Send(node.peer, m.GivenUp()))
             other = one if node.name == other else other
             self.node_lost(node, f"its link to {other} is broken", m.Fault.TRANSPORT)
-        if isinstance(self.phase, Running):  # who was replaced, if anybody, has no role: others' broke, too
+        if isinstance(self.phase, Running) and (why or broken is not None):
+            # Who was replaced, if anybody, has no role: others' connections broke, too.
             who = "all others" if broken is not None else "all nodes"
-            self.fail(f"connections broke, and {who} reach each other ({why})", [])
+            self.fail(f"connections broke, and {who} reach each other ({why or 'roles wait in vain'})", [])
         self.decide_if_ready()
 
     def _replaceable(self, broken: Broken) -> m.NodeName:
@@ -789,6 +790,9 @@ class RecoveryCoordinator:
                 self.escalate(
                     EscalationCause(f"nothing has moved for --ft-hang-limit, {limit:g} s: {found.words}")
                 )
+            elif found.kind in ("transport", "silent"):
+                roles = {*found.roles, found.witness} & facts.places.keys()
+                self.failure_detector.stuck({facts.places[role] for role in roles}, self.now)
             elif found.kind in NEVER_MEET and facts.settings.max_restarts:
                 incompatible = () if found.culprits else found.roles  # culprits have begun anew, in vain
                 self.escalate(EscalationCause(f"roles will never meet again: {found.words}"), incompatible)

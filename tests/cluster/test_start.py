@@ -42,7 +42,7 @@ def test_at_a_name_that_is_loopback_on_its_own_machine(tmp_path: Path) -> None:
     with Cluster(tmp_path, 2, ipv6=False, loopback=True) as cluster:
         output = check(cluster, f"node0:{PORT}")
         [address] = cluster.nodes[0].addresses()
-        assert f"ftrun: node0 is 127.0.1.1 on this machine (/etc/hosts)" in output
+        assert "ftrun: node0 is 127.0.1.1 on this machine (/etc/hosts)" in output
         assert f"the controller is at {address}:{PORT}" in output
 
 
