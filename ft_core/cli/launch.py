@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import ipaddress
 import math
 import os
 import signal
@@ -22,13 +21,14 @@ from ft_core.cli.job_dir import check, prepared
 from ft_core.cli.launcher import Launcher, tell
 from ft_core.errors import ConfigError
 from ft_core.process.lines import LOG_CONTEXT
-from ft_core.protocol.sockets import addresses_of, join_address, listen, own_host, split_address
+from ft_core.protocol.sockets import listen, only_here, seen_by_others, split_address
 from ft_core.settings import (
     ANY_RANK,
     SECRET_ADVICE,
     SECRET_ENV,
     SHORTEST,
     Settings,
+    put,
     read_secret,
     unique,
     write_secret,
@@ -37,8 +37,6 @@ from ft_core.settings import (
 _NAME_KNOWN = 600.0
 """Seconds that a name may take until it is known everywhere."""
 _LOOK_UP = 1.0
-_ELSEWHERE = ("192.0.2.1:9", "[2001:db8::1]:9")
-"""Addresses of no machine, which are kept for documents: what goes there would go to others. Nothing does."""
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end the job, and at last are ignored."""
 
@@ -92,7 +90,7 @@ def _launch(args: argparse.Namespace) -> Launcher:
     if rank is None:
         rank = 0 if args.standalone or not several or _is_here(settings.controller) else ANY_RANK
     if several and rank == 0 and not settings.leadership:
-        settings = dataclasses.replace(settings, controller=_seen_by_others(settings.controller))
+        _tell_where_others_come(settings.controller)
     launcher = Launcher(job_dir)
     if settings.controller.endswith(":0"):
         settings = dataclasses.replace(settings, controller=launcher.reserve(settings.controller))
@@ -101,7 +99,7 @@ def _launch(args: argparse.Namespace) -> Launcher:
             launcher.claim()
         _take_secret(job_dir)
         settings.write(job_dir)
-        (job_dir / "controller").write_text(settings.meeting + "\n")
+        put(job_dir / "controller", settings.meeting + "\n")
     except OSError as error:
         raise ConfigError(
             f"nothing can be written into the job directory {job_dir}: {error.strerror}"
@@ -152,23 +150,19 @@ def _wait_for_name(address: str) -> None:
         time.sleep(_LOOK_UP)
 
 
-def _seen_by_others(address: str) -> str:
-    """Where this machine's controller is to be, for others as well: many systems map a machine's own name to
-    loopback in /etc/hosts. Raises ConfigError where it has no way to others."""
-    host, port = split_address(address)
-    found = addresses_of(host)
-    if host in ("localhost", *found) or not all(ipaddress.ip_address(each).is_loopback for each in found):
-        return address
-    there = f"{host} is {found[0]} on this machine (/etc/hosts), where no other machine reaches it"
-    for elsewhere in _ELSEWHERE:
-        with contextlib.suppress(OSError):
-            own = join_address(own_host(elsewhere), port)
-            tell(
-                f"ftrun: {there}: the controller is at {own}, the address by which this machine reaches "
-                "others. If that is not where they come, give its address with --rdzv-endpoint, to all nodes"
-            )
-            return own
-    raise ConfigError(f"{there}, nor is there a route to others: give its address with --rdzv-endpoint")
+def _tell_where_others_come(controller: str) -> None:
+    """Where the name of the controller's machine is none that others can use. Raises ConfigError if it has no
+    way to others."""
+    host, _ = split_address(controller)
+    if not (own := only_here(host)):
+        return
+    problem = f"{host} is {own} on this machine (/etc/hosts), where no other machine reaches it"
+    if (there := seen_by_others(controller)) == controller:
+        raise ConfigError(f"{problem}, nor is there a route to others: give its address, --rdzv-endpoint")
+    tell(
+        f"ftrun: {problem}: the controller is at {there}, the address by which this machine reaches others. "
+        "If that is not where they come, give its address with --rdzv-endpoint, on all nodes"
+    )
 
 
 def _is_here(address: str) -> bool:

@@ -21,6 +21,7 @@ from typing import get_args
 
 import msgspec
 
+from ft_core import leadership
 from ft_core.control.events import (
     Admitted,
     AppendLedger,
@@ -267,7 +268,10 @@ class Shell:
 
     async def _listen(self) -> tuple[socket.socket, socket.socket]:
         """For connections, and for pulses at the same port."""
-        address = self.settings.controller if self._office is None else self._office.address
+        if self._office is not None:
+            address = self._office.address
+        else:
+            address = leadership.at(self.settings.controller, self._secret, self.settings.size[0]).near
         said = False
         while True:
             try:

@@ -33,6 +33,10 @@ _ELSEWHERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.ENETUNREACH, errno.
 """Errors of an address that this machine does not have, or has no way to."""
 
 
+_OTHERS = ("192.0.2.1:9", "[2001:db8::1]:9")
+"""Addresses of no machine, which are kept for documents: what goes to others would go there. Nothing does."""
+
+
 def family_of(address: str) -> socket.AddressFamily:
     """The family of an internet address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -128,6 +132,28 @@ def own_host(towards: str) -> str:
             return str(probe.getsockname()[0])
 
     return at_first(host, at)
+
+
+def only_here(host: str) -> str:
+    """The loopback address that a name has, if it has no other on this machine: many systems map a machine's
+    own name to one in /etc/hosts. Empty for others, and for those that mean it. Raises OSError."""
+    addresses = addresses_of(host)
+    if host in ("localhost", *addresses) or not all(
+        ipaddress.ip_address(each).is_loopback for each in addresses
+    ):
+        return ""
+    return addresses[0]
+
+
+def seen_by_others(address: str) -> str:
+    """An address of this machine or another, as all machines may use it: see `only_here`. As it is where
+    there is no way to others, or the name is not known."""
+    host, port = split_address(address)
+    with contextlib.suppress(OSError):
+        for others in _OTHERS if only_here(host) else ():
+            with contextlib.suppress(OSError):
+                return join_address(own_host(others), port)
+    return address
 
 
 def join_address(host: str, port: int) -> str:

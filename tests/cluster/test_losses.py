@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cluster.jobs import PORT, ClusterJob, Loop, needed
+from cluster.jobs import ClusterJob, Loop, needed
 from cluster.nodes import Cluster
 from harness import check_identical, check_survivors
 

@@ -38,8 +38,9 @@ def test_at_a_name(tmp_path: Path) -> None:
 
 
 def test_at_a_name_that_is_loopback_on_its_own_machine(tmp_path: Path) -> None:
-    """Debian has it so in /etc/hosts: neither the controller nor gloo listen where no other node comes."""
-    with Cluster(tmp_path, 2, ipv6=False, loopback=True) as cluster:
+    """Debian has it so in /etc/hosts: neither the controller nor gloo listen where no other node comes. The
+    nodes share the job's directory, and so its settings."""
+    with Cluster(tmp_path, 2, ipv6=False, loopback=True, shared=True) as cluster:
         output = check(cluster, f"node0:{PORT}")
         [address] = cluster.nodes[0].addresses()
         assert "ftrun: node0 is 127.0.1.1 on this machine (/etc/hosts)" in output
