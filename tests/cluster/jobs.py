@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,14 +50,15 @@ class ClusterJob:
         training: Training,
         iterations: int,
         *ftrun: str,
+        on: Sequence[Node] = (),
         meeting: str = f"node0:{PORT}",
         nproc: int = 1,
         user: int = 0,
         script: Path | None = None,
     ) -> None:
-        """Started on all nodes: those beyond what `training` takes are spares. Where the cluster has a shared
-        directory they share the job's directory, and else the secret in the environment. `meeting`: where the
-        controller is to be, HOST:PORT, or where its lease is kept."""
+        """Started on all nodes, or `on` some: those beyond what `training` takes are spares. Where the
+        cluster has a shared directory they share the job's directory, and else the secret in the environment.
+        `meeting`: where the controller is to be, HOST:PORT, or where its lease is kept."""
         self.cluster, self.training, self.iterations = cluster, training, iterations
         self.user, self._output = user, (cluster.directory / "console").open("w+")
         where = "--ft-leadership" if "://" in meeting else "--rdzv-endpoint"
@@ -66,7 +67,7 @@ class ClusterJob:
         self._script = [str(script or training.script), *training.arguments(iterations, protected=True)]
         self.processes: dict[Node, Any] = {}
         """The newest `ftrun` of each node."""
-        for rank, node in enumerate(cluster.nodes):
+        for rank, node in enumerate(on or cluster.nodes):
             self.start(node, rank)
 
     def start(self, node: Node, rank: int, *more: str) -> None:

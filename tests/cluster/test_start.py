@@ -25,8 +25,10 @@ def check(cluster: Cluster, meeting: str) -> str:
 @pytest.mark.long
 @pytest.mark.parametrize("network", [0, 1])
 def test_at_an_address(network: int, tmp_path: Path) -> None:
-    """By IPv4, in either network."""
+    """By IPv4, in either network, where no node has a name that any knows."""
     with Cluster(tmp_path, 2, ipv6=False) as cluster:
+        for node in cluster.nodes:
+            node.hosts.write_text("")
         [address] = cluster.nodes[0].addresses(network)
         check(cluster, f"{address}:{PORT}")
 
