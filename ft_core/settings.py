@@ -265,7 +265,7 @@ class Settings:
 
     def write(self, job_dir: Path) -> None:
         """Write `job.json` into the job directory. Raises OSError if it cannot be written."""
-        (job_dir / JOB).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        put(job_dir / JOB, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     @classmethod
     def read(cls, job_dir: Path) -> Settings:
@@ -278,6 +278,14 @@ class Settings:
             raise ConfigError(
                 f"{path} is not a job's settings ({error}); give the directory of ftrun --job-dir"
             ) from None
+
+
+def put(path: Path, text: str) -> None:
+    """Write a file that others may read, or write as well, at the same time: they have it whole. Raises
+    OSError."""
+    beside = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    beside.write_text(text)
+    beside.replace(path)
 
 
 def unique(node: str) -> str:
@@ -296,9 +304,7 @@ def job_id(job_dir: Path, given: str) -> str:
                 return found
         else:
             found = leadership.new_id()
-        beside = path.with_name(f".{ID}-{os.getpid()}")
-        beside.write_text(found + "\n")
-        beside.replace(path)
+        put(path, found + "\n")
     except OSError as error:
         raise ConfigError(f"{path}, the job's id, cannot be kept: {error.strerror}") from None
     return found

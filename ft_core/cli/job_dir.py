@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
+import secrets
 import stat
 from pathlib import Path
 
@@ -63,7 +64,7 @@ def check(path: Path) -> None:
 
 def _made_here(path: Path) -> os.stat_result:
     """What the system says of a file that this process makes there, and removes. Raises OSError."""
-    file = path / f".whose-{os.getpid()}"
+    file = path / f".whose-{secrets.token_hex(4)}"  # other machines' processes may have this one's number
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         return os.fstat(descriptor)

@@ -21,13 +21,14 @@ from ft_core.cli.job_dir import check, prepared
 from ft_core.cli.launcher import Launcher, tell
 from ft_core.errors import ConfigError
 from ft_core.process.lines import LOG_CONTEXT
-from ft_core.protocol.sockets import listen, split_address
+from ft_core.protocol.sockets import listen, only_here, seen_by_others, split_address
 from ft_core.settings import (
     ANY_RANK,
     SECRET_ADVICE,
     SECRET_ENV,
     SHORTEST,
     Settings,
+    put,
     read_secret,
     unique,
     write_secret,
@@ -89,6 +90,8 @@ def _launch(args: argparse.Namespace) -> Launcher:
     rank = args.node_rank
     if rank is None:
         rank = 0 if args.standalone or not several or _is_here(settings.controller) else ANY_RANK
+    if several and rank == 0 and not settings.leadership:
+        _tell_where_others_come(settings.controller)
     launcher = Launcher(job_dir)
     if settings.controller.endswith(":0"):
         settings = dataclasses.replace(settings, controller=launcher.reserve(settings.controller))
@@ -97,7 +100,7 @@ def _launch(args: argparse.Namespace) -> Launcher:
             launcher.claim()
         _take_secret(job_dir)
         settings.write(job_dir)
-        (job_dir / "controller").write_text(settings.meeting + "\n")
+        put(job_dir / "controller", settings.meeting + "\n")
     except OSError as error:
         raise ConfigError(
             f"nothing can be written into the job directory {job_dir}: {error.strerror}"
@@ -156,6 +159,21 @@ def _wait_for_name(address: str) -> None:
                 tell(f"ftrun: {host}, where the controller is to be, has no address yet; trying again")
             told = True
         time.sleep(_LOOK_UP)
+
+
+def _tell_where_others_come(controller: str) -> None:
+    """Where the name of the controller's machine is none that others can use. Raises ConfigError if it has no
+    way to others."""
+    host, _ = split_address(controller)
+    if not (own := only_here(host)):
+        return
+    problem = f"{host} is {own} on this machine (/etc/hosts), where no other machine reaches it"
+    if (there := seen_by_others(controller)) == controller:
+        raise ConfigError(f"{problem}, nor is there a route to others: give its address, --rdzv-endpoint")
+    tell(
+        f"ftrun: {problem}: the controller is at {there}, the address by which this machine reaches others. "
+        "If that is not where they come, give its address with --rdzv-endpoint, on all nodes"
+    )
 
 
 def _is_here(address: str) -> bool:

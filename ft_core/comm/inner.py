@@ -49,6 +49,8 @@ _POLL = 0.05
 _BEGINS = 0.5
 """Seconds that an abort waits for operations that are just being begun."""
 
+INTERFACES = "GLOO_SOCKET_IFNAME"
+"""The environment variable by which somebody has said where gloo is to listen."""
 WAKE_TAG = 0x7F7
 """Tag of the receive that never matches: it only exists to time out."""
 
@@ -117,6 +119,7 @@ class Inner:
         """By peer, communicators for single sends and receives."""
         self._backends: dict[str, Any] = {}
         self._checks: list[Any] = []
+        self._host = ""
 
     @property
     def size(self) -> int:
@@ -178,8 +181,12 @@ class Inner:
             return self.partial.issue(pg, method, kind, args, kwargs)
         return getattr(pg, method)(*args, **kwargs), None
 
-    def connect(self, store: dist.Store) -> None:
-        """Build the communicator; blocks until every member does. RuntimeError if a member is lost."""
+    def connect(self, store: dist.Store, host: str) -> None:
+        """Build the communicator; blocks until every member does. RuntimeError if a member is lost.
+
+        `host`: this machine's address for the other members.
+        """
+        self._host = host
         kinds = set(self._devices.values())
         if strict.NAME in kinds:
             self.pg = self._backends[strict.NAME] = self._strict(store)
@@ -228,7 +235,14 @@ class Inner:
         return communicator
 
     def _gloo(self, store: dist.Store) -> Any:
-        gloo = dist.ProcessGroupGloo(store, self.rank, self.size, self.timeout)
+        """It would take the address of the machine's name, which may be one that nobody else reaches, or may
+        take seconds to look up."""
+        backend: Any = dist.ProcessGroupGloo
+        how: Any = self.timeout
+        if not os.environ.get(INTERFACES):
+            how = backend._Options()
+            how._timeout, how._devices = self.timeout, [backend.create_device(hostname=self._host)]
+        gloo = backend(store, self.rank, self.size, how)
         gloo._set_sequence_number_for_group()
         return gloo
 
@@ -396,7 +410,7 @@ class Opener:
             store = self._store()
             self._meet(store, inner, urgent)
             met()
-            inner.connect(dist.PrefixStore(f"{inner.meeting}/", store))
+            inner.connect(dist.PrefixStore(f"{inner.meeting}/", store), store.host)
         except dist.DistStoreError as error:
             if self._alive():
                 raise

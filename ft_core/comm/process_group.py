@@ -403,7 +403,7 @@ class Communicators:
             raise EpochChanged(f"epoch {self.epoch} is over; role {self.role} goes on in the next")
         if group.inner is None:
             inner, _ = self._claim(group)
-            inner.connect(dist.HashStore())
+            inner.connect(dist.HashStore(), "127.0.0.1")
             inner.ready = True
         assert group.inner is not None
         group.inner.epoch = max(self.epoch, self.aborted)

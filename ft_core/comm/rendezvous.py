@@ -360,6 +360,8 @@ class EpochStore(dist.Store):
         super().__init__()
         self._channel = Channel.connect(address, secret, REPLY, CONNECT_TIMEOUT.total_seconds())
         self._channel.send(JoinEpoch(epoch, role))
+        self.host = self._channel.own_host
+        """This machine's address on the way to the store."""
         self._name = f"the store of epoch {epoch} at {address}"
         self._condition = threading.Condition()
         self._ids = itertools.count()

@@ -54,6 +54,11 @@ class HangResponse:
             limit = settings.hang_limit
             reason = f"nothing has moved for --ft-hang-limit, {limit:g} s: {found.words}"
             self._recovery.escalate(EscalationCause(reason))
+        elif found.kind in ("transport", "silent"):
+            cluster = self._cluster
+            roles = {*found.roles, found.witness} & cluster.places.keys()
+            stuck = {cluster.places[role] for role in roles}
+            self._recovery.failure_detector.stuck(stuck, self._out.now)
         elif found.kind in NEVER_MEET and settings.max_restarts:
             incompatible = () if found.culprits else found.roles  # culprits have begun anew, in vain
             reason = f"roles will never meet again: {found.words}"

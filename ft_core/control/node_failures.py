@@ -103,8 +103,8 @@ class NodeFailures:
         replaced = "" if broken is None else self._replaceable(broken)
         if broken is not None and not replaced:
             # What they hold would be lost, or they would come back to the same link.
-            self._detector.links.again(now)
             one, other = broken.ends
+            self._detector.is_still_broken(f"{one} and {other} did not reach each other", now)
             what = (
                 f"nodes {one} and {other} do not reach each other, and neither can be replaced: no other "
                 "node could take over, or it holds what nobody else does"
@@ -122,11 +122,11 @@ class NodeFailures:
             self._out.send(node, m.GivenUp())
             other = one if node.name == other else other
             self.node_lost(node, f"its link to {other} is broken", m.Fault.TRANSPORT)
-        if isinstance(
-            recovery.phase, Running
-        ):  # who was replaced, if anybody, has no role: others' broke, too
+        if isinstance(recovery.phase, Running) and (why or broken is not None):
+            # Who was replaced, if anybody, has no role: others' connections broke, too.
             who = "all others" if broken is not None else "all nodes"
-            recovery.fail(f"connections broke, and {who} reach each other ({why})", [])
+            reason = f"connections broke, and {who} reach each other ({why or 'roles wait in vain'})"
+            recovery.fail(reason, [])
         recovery.reconsider()
 
     def _replaceable(self, broken: Broken) -> m.NodeName:

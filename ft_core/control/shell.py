@@ -21,6 +21,7 @@ from typing import get_args
 
 import msgspec
 
+from ft_core import leadership
 from ft_core.control.events import (
     Admitted,
     AppendLedger,
@@ -86,7 +87,7 @@ from ft_core.protocol.messages import (
     UseRelay,
 )
 from ft_core.protocol.pulses import receiver
-from ft_core.protocol.sockets import listen
+from ft_core.protocol.sockets import listen, split_address
 from ft_core.settings import Settings, job_id, read_secret
 
 log = logging.getLogger(__name__)
@@ -273,24 +274,26 @@ class Shell:
 
     async def _listen(self) -> tuple[socket.socket, socket.socket]:
         """For connections, and for pulses at the same port."""
-        address = self.settings.controller if self._leader is None else self._leader.address
-        host, port = address.rsplit(":", 1)
+        if self._leader is not None:
+            address = self._leader.address
+        else:
+            address = leadership.at(self.settings.controller, self._secret, self.settings.size[0]).near
         said = False
         while True:
             try:
-                listener = listen(host, int(port))
+                listener = listen(*split_address(address))
                 try:
-                    return listener, receiver(host, listener.getsockname()[1])
+                    return listener, receiver(*listener.getsockname()[:2])
                 except OSError as error:
                     listener.close()
                     raise OSError(error.errno, f"for datagrams (UDP): {error.strerror}") from None
             except OSError as error:
                 if self._failed_before is None:
                     advice = _ADVICE.get(error.errno or 0, "")
-                    problem = f"the controller cannot listen at {host}:{port}: {error}{advice}"
+                    problem = f"the controller cannot listen at {address}: {error}{advice}"
                     raise ConfigError(problem) from None
                 if not said:  # training goes on meanwhile; whoever has the port may leave
-                    log.warning("a new controller cannot listen at %s:%s yet: %s", host, port, error)
+                    log.warning("a new controller cannot listen at %s yet: %s", address, error)
                 said = True
             await asyncio.sleep(PORT_RETRY)
 

@@ -10,7 +10,7 @@ from ft_core.leadership.base import Fixed, Leadership
 from ft_core.leadership.base import new_id as new_id
 from ft_core.leadership.etcd import Etcd
 from ft_core.leadership.kubernetes import in_cluster
-from ft_core.protocol.sockets import split_address
+from ft_core.protocol.sockets import seen_by_others, split_address
 
 _KUBERNETES = re.compile(r"kubernetes://([a-z0-9-]{1,63})/([a-z0-9][a-z0-9.-]{0,200})")
 _ETCD = re.compile(r"(etcds?)://([^/]+)/([^/].{0,200})")
@@ -36,7 +36,7 @@ def at(place: str, secret: bytes, nodes: int) -> Leadership:
     """The leadership that is kept at `place`, or the controller's address; for one thread. `secret`: the
     job's, by which what is kept there is known to be its own. Raises ConfigError."""
     if not is_elected(place):
-        return Fixed(place)
+        return Fixed(seen_by_others(place) if nodes > 1 else place)
     check(place)
     key = hmac.digest(secret, b"what is kept for this job", "sha256").hex()
     if (found := _ETCD.fullmatch(place)) is not None:

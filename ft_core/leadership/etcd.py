@@ -24,6 +24,7 @@ from ft_core.leadership import lease
 from ft_core.leadership.base import Grant, Leader, LeadershipError, Notes, new_id, no_other_of_this_name
 from ft_core.leadership.http import Client
 from ft_core.leadership.seal import Seal
+from ft_core.protocol.sockets import join_address, seen_by_others
 
 T = TypeVar("T")
 _OLD = "revision of auth store is old"
@@ -84,8 +85,9 @@ class Etcd:
     ) -> None:
         """`name`: of the job, in etcd. `key`: which only its processes have."""
         scheme = "etcds" if tls else "etcd"
-        self.place = f"{scheme}://{','.join(f'{host}:{port}' for host, port in servers)}/{name}"
-        self.near = f"{servers[0][0]}:{servers[0][1]}"
+        named = [join_address(*server) for server in servers]
+        self.place = f"{scheme}://{','.join(named)}/{name}"
+        self.near = seen_by_others(named[0])
         self.every = lease.look_every(nodes, PER_SECOND)
         self._leader, self._job_key, self._seal = (
             _text(f"{name}/leader"),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ft_core.process.inject import ENV as INJECT_ENV
+from ft_core.protocol.sockets import split_address
 from ft_core.settings import Settings
 
 
@@ -32,7 +33,7 @@ class About:
         """What a worker here that plays `role` finds: the variables torchrun sets, those by which a program
         that it executes could find us, and the settings' own. `master`: of the node with role 0,
         "HOST:PORT"."""
-        host, port = master.rsplit(":", 1)
+        host, port = split_address(master)
         return {
             "RANK": str(role),
             "LOCAL_RANK": str(local_rank),
@@ -44,7 +45,7 @@ class About:
             "ROLE_NAME": "default",
             "ROLE_WORLD_SIZE": str(settings.world_size),
             "MASTER_ADDR": host,
-            "MASTER_PORT": port,
+            "MASTER_PORT": str(port),
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_RUN_ID": self.job_dir.rpartition("/")[2],

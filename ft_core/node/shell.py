@@ -122,7 +122,7 @@ class NodeShell:
             pid=os.getpid(),
             data=self.transport.address,
             store=self.stores.address,
-            master=f"{host}:{self._master.getsockname()[1]}",
+            master=join_address(host, self._master.getsockname()[1]),
             job_dir=str(job_dir),
             environment={
                 "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),

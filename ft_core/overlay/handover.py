@@ -16,6 +16,7 @@ import filecmp
 import gc
 import io
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -156,7 +157,7 @@ def _have_file(name: str, file: File, moved: bool) -> None:
             if real.read() != more:
                 real.write(more)
         return
-    beside = f"{name}.ft-{os.getpid()}"
+    beside = f"{name}.ft-{secrets.token_hex(4)}"  # others' processes may have this one's number
     shutil.copyfile(file.at, beside)
     if os.path.isfile(name):
         shutil.copymode(name, beside)

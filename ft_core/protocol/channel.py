@@ -132,6 +132,11 @@ class Channel(Generic[T]):
     def fileno(self) -> int:
         return self._sock.fileno()
 
+    @property
+    def own_host(self) -> str:
+        """The address of this end, of internet sockets."""
+        return str(self._sock.getsockname()[0])
+
     def _end(self) -> float | None:
         return None if self._timeout is None else time.monotonic() + self._timeout
 

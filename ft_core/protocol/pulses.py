@@ -15,7 +15,7 @@ from ft_core.errors import AuthenticationError, ProtocolError
 from ft_core.protocol import handshake
 from ft_core.protocol.codec import encode
 from ft_core.protocol.messages import FROM_PULSE, Pulse
-from ft_core.protocol.sockets import family_of, split_address
+from ft_core.protocol.sockets import at_first, family_of, split_address
 
 MAX_BYTES = 1024
 """The most bytes of a datagram."""
@@ -53,15 +53,15 @@ class Seal:
         return FROM_PULSE.decode(body, sender)
 
 
-def receiver(host: str, port: int) -> socket.socket:
-    """A socket for those that are sent to this address. Raises OSError."""
-    sock = socket.socket(family_of(host), socket.SOCK_DGRAM)
+def receiver(address: str, port: int) -> socket.socket:
+    """A socket for those that are sent to this address of the machine. Raises OSError."""
+    sock = socket.socket(family_of(address), socket.SOCK_DGRAM)
     try:
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
         with contextlib.suppress(OSError):  # which only a privileged process may
             sock.setsockopt(socket.SOL_SOCKET, getattr(socket, "SO_RCVBUFFORCE", 33), _BUFFER)
-        sock.bind((host, port))
+        sock.bind((address, port))
     except BaseException:
         sock.close()
         raise
@@ -71,10 +71,14 @@ def receiver(host: str, port: int) -> socket.socket:
 def sender(address: str) -> socket.socket:
     """A socket whose datagrams go there. Raises OSError."""
     host, port = split_address(address)
-    sock = socket.socket(family_of(host), socket.SOCK_DGRAM)
+    return at_first(host, lambda found: _sender(found, port))
+
+
+def _sender(address: str, port: int) -> socket.socket:
+    sock = socket.socket(family_of(address), socket.SOCK_DGRAM)
     try:
         sock.setblocking(False)
-        sock.connect((host, port))
+        sock.connect((address, port))
     except BaseException:
         sock.close()
         raise

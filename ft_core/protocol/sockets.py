@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import ipaddress
 import os
@@ -11,7 +12,10 @@ import select
 import socket
 import struct
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 BACKLOG = 4096
 """Connections that wait until they are accepted: as many as a system allows, as a rule."""
@@ -25,9 +29,39 @@ ENDS_BEFORE = 2 * ENDS_FIRST
 """And of one beyond those that end first."""
 
 
-def family_of(host: str) -> socket.AddressFamily:
-    """The family of an internet address, or of a name."""
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
+_ELSEWHERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.ENETUNREACH, errno.EHOSTUNREACH)
+"""Errors of an address that this machine does not have, or has no way to."""
+
+
+_OTHERS = ("192.0.2.1:9", "[2001:db8::1]:9")
+"""Addresses of no machine, which are kept for documents: what goes to others would go there. Nothing does."""
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    """The family of an internet address."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def addresses_of(host: str) -> list[str]:
+    """The addresses of a name, or the address that it is. Raises OSError.
+
+    IPv4 comes first where a name has both: all nodes are to take the same.
+    """
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    addresses = dict.fromkeys(str(name[0]) for _, _, _, _, name in found)
+    return sorted(addresses, key=lambda address: family_of(address) == socket.AF_INET6)
+
+
+def at_first(host: str, use: Callable[[str], T]) -> T:
+    """What `use` makes of the first of a host's addresses that is of use on this machine. Raises OSError."""
+    *others, last = addresses_of(host)
+    for address in others:
+        try:
+            return use(address)
+        except OSError as error:
+            if error.errno not in _ELSEWHERE:
+                raise
+    return use(last)
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
@@ -40,7 +74,11 @@ def listen(host: str, port: int = 0) -> socket.socket:
         sock.bind(host.removeprefix("unix:"))
         sock.listen(BACKLOG)
         return sock
-    return socket.create_server((host, port), family=family_of(host), backlog=BACKLOG)
+
+    def at(address: str) -> socket.socket:
+        return socket.create_server((address, port), family=family_of(address), backlog=BACKLOG)
+
+    return at_first(host, at)
 
 
 def ends_first(sock: socket.socket, number: int = ENDS_FIRST) -> socket.socket | None:
@@ -63,13 +101,21 @@ def readable(descriptor: int) -> bool:
 def reserve(host: str) -> socket.socket:
     """A free port while this socket is open: nobody is given it by chance, and who asks for it gets it. At
     present nobody uses it for datagrams either."""
+    return at_first(host, _reserve)
+
+
+def _reserve(address: str) -> socket.socket:
     while True:
-        sock = socket.socket(family_of(host))
+        sock = socket.socket(family_of(address))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, 0))
+        try:
+            sock.bind((address, 0))
+        except OSError:
+            sock.close()
+            raise
         with socket.socket(sock.family, socket.SOCK_DGRAM) as datagrams:
             try:
-                datagrams.bind((host, sock.getsockname()[1]))
+                datagrams.bind((address, sock.getsockname()[1]))
             except OSError:
                 sock.close()
                 continue
@@ -79,9 +125,35 @@ def reserve(host: str) -> socket.socket:
 def own_host(towards: str) -> str:
     """This machine's address for whoever is at "host:port"; loopback stays loopback. Raises OSError."""
     host, port = split_address(towards)
-    with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # sends nothing; the kernel picks the interface
-        return str(probe.getsockname()[0])
+
+    def at(address: str) -> str:
+        with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
+            probe.connect((address, port))  # sends nothing; the kernel picks the interface
+            return str(probe.getsockname()[0])
+
+    return at_first(host, at)
+
+
+def only_here(host: str) -> str:
+    """The loopback address that a name has, if it has no other on this machine: many systems map a machine's
+    own name to one in /etc/hosts. Empty for others, and for those that mean it. Raises OSError."""
+    addresses = addresses_of(host)
+    if host in ("localhost", *addresses) or not all(
+        ipaddress.ip_address(each).is_loopback for each in addresses
+    ):
+        return ""
+    return addresses[0]
+
+
+def seen_by_others(address: str) -> str:
+    """An address of this machine or another, as all machines may use it: see `only_here`. As it is where
+    there is no way to others, or the name is not known."""
+    host, port = split_address(address)
+    with contextlib.suppress(OSError):
+        for others in _OTHERS if only_here(host) else ():
+            with contextlib.suppress(OSError):
+                return join_address(own_host(others), port)
+    return address
 
 
 def join_address(host: str, port: int) -> str:

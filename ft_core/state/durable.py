@@ -44,6 +44,8 @@ KEEP = 2
 _PIECE = 16 << 20
 """Bytes that are copied, read or written at a time."""
 _MAX_HEADER = 256 << 20
+_SURE = 300.0
+"""Seconds in which others have written a part of some checkpoint, where there is storage that all see."""
 _NAME = re.compile(r"step-(\d+)-(\d+)-(\w+)-(\d+)")
 _SEGMENTS = "segments"
 
@@ -161,7 +163,8 @@ def save(
 ) -> list[int]:
     """Write what the node of `role` has to write of `version` (see `parts`); returns the roles written.
 
-    Raises OSError or TransportError: then nobody can complete this checkpoint, and its data are deleted.
+    Raises OSError or TransportError: then nobody can complete this checkpoint, and its data are deleted
+    unless the others' are elsewhere.
     """
     name = name_of(version, plan)
     try:
@@ -177,7 +180,33 @@ def save(
         with contextlib.suppress(OSError):
             prune(directory, name, world_size, failed=True)
         raise
+    if seconds := _alone(directory, name, role, plan):
+        with contextlib.suppress(OSError):
+            prune(directory, name, world_size)
+        raise TransportError(
+            f"in {directory} there are no parts of other nodes, after {seconds:.0f} s: it is no storage that "
+            "all nodes see, and no checkpoint there is complete; give another --ft-durable-dir"
+        )
     return list(found)
+
+
+def _alone(directory: str, name: str, role: int, plan: NodePlan) -> float:
+    """Seconds for which the node of `role` has written alone, as far as that is sure; else 0. Looked for are
+    the parts of a few roles: all nodes ask the same storage."""
+    own = [each for each, node in plan.roles.items() if node == plan.roles[role]]
+    others = sorted(plan.roles.keys() - set(own))
+    if not others or role != min(own):
+        return 0.0
+    few = {others[0], others[-1], min((each for each in others if each > role), default=others[0])}
+    times = []
+    for each in _names(directory, int(name.rpartition("-")[2])):
+        if _split(each)[1:] == _split(name)[1:]:
+            if any(Path(directory, each, _part(other)).exists() for other in few):
+                return 0.0
+            with contextlib.suppress(OSError):  # deleted since
+                times.append(Path(directory, each, _part(role)).stat().st_mtime)
+    seconds = max(times, default=0.0) - min(times, default=0.0)
+    return seconds if seconds >= _SURE else 0.0
 
 
 def write_role(directory: str, name: str, role: int, part: Part) -> None:

@@ -8,6 +8,7 @@ import runpy
 import signal
 import sys
 from functools import partial
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import NoReturn
 
@@ -78,7 +79,7 @@ def main(
     channel.settimeout(None)
     shell, process = WorkerShell(channel, secret, Path(job_dir), worker), os.getpid()
     try:
-        _play(shell, node, Path(job_dir), Path(logs[1]), Path(socket).parent, device, command)
+        _play(shell, node, Path(job_dir), Path(logs[1]), device, command)
     except BaseException as raised:  # not the script's: all of its errors are caught where it is run
         code, failure, error = _ours(raised)
         if shell.machine.role >= 0 and os.getpid() == process:  # else a child that the script has forked
@@ -87,7 +88,7 @@ def main(
 
 
 def _play(
-    shell: WorkerShell, node: str, job_dir: Path, logs: Path, sockets: Path, device: int, command: Command
+    shell: WorkerShell, node: str, job_dir: Path, logs: Path, device: int, command: Command
 ) -> NoReturn:
     """Take a role, once there is one, and run the script in it. What this raises is the engine's."""
     on_gpu = not command.no_python and not cuda_fork.broken() and has_gpu()
@@ -144,7 +145,8 @@ def _play(
         install()
     imports.hide()
     if session.joining:
-        session.overlay.begin(job_dir, sockets, session.in_place.cannot_pass)
+        # The agent's directory, which goes with it: nothing of another machine's is there.
+        session.overlay.begin(job_dir, Path(get_temp_dir()), session.in_place.cannot_pass)
         session.comms.startup.tells = session.overlay.complete
     tracking.install(session, logs, partial(played, job_dir / "logs", role, None))
     timeline.mark("script")

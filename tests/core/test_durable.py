@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import resource
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -364,6 +366,31 @@ def test_the_newest_complete_ones_are_kept_and_torn_ones_are_not(tmp_path: Path,
     for version in (70, 80, 90):
         write(tmp_path, version, store, epoch=2)
     assert versions(tmp_path) == [70, 80, 90] and len(list(tmp_path.iterdir())) == 3
+
+
+def test_storage_that_only_one_node_sees_is_told(tmp_path: Path, store: NodeStore):
+    """Each role's part was written, and no checkpoint would ever be complete. Others may be slow."""
+    _, buffer = store.memory(0).find(1) or pytest.fail("there is no snapshot")
+    two = plans.plan(1, job="aa", roles={0: "node0", 1: "node1"})
+
+    def save(version: int, ago: float = 0.0) -> None:
+        buffer.version = version
+        try:
+            assert durable.save(str(tmp_path), 2, store, 0, version, two, replicated=False) == [0]
+        finally:
+            path = tmp_path / durable.name_of(version, two) / "role-0.json"
+            os.utime(path, times=(time.time() - ago,) * 2)
+
+    save(10, ago=100)
+    save(20, ago=500)
+    for version in (30, 40):
+        with pytest.raises(TransportError, match="no storage that all nodes see, and no checkpoint there is"):
+            save(version)
+    assert len(list(tmp_path.iterdir())) == 3, "what nobody completes does not fill the disk"
+    path = tmp_path / durable.name_of(30, two)
+    os.utime(path / "role-0.json", times=(time.time() - 500,) * 2)
+    durable.write_role(str(tmp_path), path.name, 1, durable.parts(store, 0, 1, plan(), replicated=False)[0])
+    save(50)
 
 
 def test_one_that_was_written_again_counts_once(tmp_path: Path, store: NodeStore):

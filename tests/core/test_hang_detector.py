@@ -36,6 +36,8 @@ class Hanging(ControlPlane):
         """Roles that do not come to the exchange in which the others wait."""
         self.states = dict.fromkeys(range(3), "S")
         self.deaf: set[int] = set()
+        self.apart: set[tuple[str, str]] = set()
+        """Nodes of which the one does not reach the other."""
         self.fetching: set[int] = set()
         self.since = 0.0
         """When the others have come to it."""
@@ -100,16 +102,28 @@ class Hanging(ControlPlane):
                     agent.heard.remove(asked)
                     if role not in self.deaf:
                         self.answered += 1
-                        agent.say(m.Flights(asked.number, (self.log(role, asked.closely),)))
+                        logs = (self.log(role, asked.closely),) if role in agent.workers else ()
+                        agent.say(m.Flights(asked.number, logs))
+                for asked in [each for each in agent.heard if isinstance(each, m.ProbeNodes)]:
+                    agent.heard.remove(asked)
+                    agent.say(
+                        m.NodesProbed(asked.round, {n: self._reach(agent.name, n) for n in asked.nodes})
+                    )
             self.happens(Tick())
         return self.records_of("hang")[before:]
 
+    def _reach(self, name: str, other: str) -> m.ProbeResult:
+        return "silent" if {(name, other), (other, name)} & self.apart else "reached"
+
     def _beat(self, role: int) -> None:
         agent = self.agents[f"node{role}"]
+        if role not in agent.workers:  # a spare
+            agent.say(m.Heartbeat(agent.epoch, agent.begun, {}, 1, {}))
+            return
         self.passed += self.passes and role == 2
         about = agent.workers[role], self.step, self.step, [self.step], self.step, self.step_s
         beat = m.RoleBeat(*about, 0, 0, 0, passed=self.passed if role == 2 else 0)
-        agent.say(m.Heartbeat(agent.epoch, agent.begun, {role: beat}, 1, {}))
+        agent.say(m.Heartbeat(agent.epoch, agent.begun, {role: beat}, 1, agent.replicas))
 
 
 def orders(job: Hanging) -> dict[int, m.Examine]:
@@ -468,6 +482,33 @@ def test_what_cannot_be_explained_ends_the_job_in_the_end() -> None:
     assert (
         "nothing has moved for --ft-hang-limit, 60 s: all have entered" in job.records_of("stopped")[0].reason
     )
+
+
+def test_where_all_have_entered_a_link_may_let_nothing_through() -> None:
+    """Connections over it break after a quarter of an hour. Where all nodes reach each other nobody is
+    replaced, and the step goes on: it may just take long."""
+    job = Hanging(spares=1)
+    job.train()
+    job.since, job.missing = job.now, set()
+    assert job.pass_(50) and not job.records_of("link") and job.phase == "running"
+    job.apart = {("node0", "node2")}
+    job.number += 1
+    job.since = job.now
+    assert len(job.pass_(50)) == 1
+    [link] = job.records_of("link")
+    assert link.more["nodes"] == ["node0", "node2"] and job.phase == "quiescing"
+
+
+def test_nobody_else_could_take_over_from_who_is_behind_such_a_link() -> None:
+    job = Hanging()
+    job.train()
+    job.since, job.missing, job.apart = job.now, set(), {("node0", "node2")}
+    job.pass_(50)
+    assert "do not reach each other" in job.records_of("waiting")[0].reason and job.phase == "running"
+    job.apart = set()
+    job.pass_(10)
+    [detected] = job.records_of("detected")  # what is on its way is sent again after minutes only
+    assert detected.reason.endswith("reach each other (node0 and node2 did not reach each other)")
 
 
 def test_a_node_that_does_not_answer() -> None:

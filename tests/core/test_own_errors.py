@@ -137,7 +137,7 @@ def test_an_agent_that_cannot_do_what_it_is_told_ends_with_the_traceback(agent: 
     asyncio.run(controller())
     assert agent.ends() == -signal.SIGKILL
     said = agent.errors.read_text()
-    assert "node node0 fails, and is lost to the job" in said and "ValueError: not enough values" in said
+    assert "node node0 fails, and is lost to the job" in said and "ValueError: not an address" in said
 
 
 def test_the_end_of_the_fork_server_is_not_the_end_of_the_script(agent: Agent):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import ipaddress
 import os
 import socket
 import stat
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from ft_core.cli.doctor.case import Case, Check, Finding, fail, judge, ok, warn
 from ft_core.protocol.pulses import receiver
-from ft_core.protocol.sockets import listen, split_address
+from ft_core.protocol.sockets import addresses_of, listen, split_address
 from ft_core.settings import SECRET_ADVICE, SECRET_ENV
 
 _SLOW = 1.0
@@ -26,23 +27,15 @@ _NETWORK = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "fuse", "9p", "cifs", "sm
 
 
 def names(case: Case) -> Iterator[Finding]:
-    """This machine's own name gives an address that others can reach, and look-ups take no time."""
+    """Look-ups take no time. What address this machine's own name has does not matter: communicators of gloo
+    listen on that by which the machine reaches the others."""
     own = socket.gethostname()
-    address, seconds = _timed(lambda: socket.gethostbyname(own))
-    named = bool(case.environment.get("GLOO_SOCKET_IFNAME"))
-    if not named and (not address or address.startswith("127.")) and case.several_nodes:
-        yield fail(
-            "own name",
-            f"{own} is {address or 'unknown'} here",
-            "set GLOO_SOCKET_IFNAME to the interface that the nodes share (or correct /etc/hosts): gloo "
-            "listens on the address of this name, where no other node would reach it",
-        )
-    else:
-        found = f"{own} is {address or 'unknown; one machine does without'}, known after {seconds:.1f} s"
-        advice = "put the name into /etc/hosts: gloo looks it up each time it opens a communicator"
-        yield judge("own name", found, advice, bad=seconds > _SLOW)
-    if not address:
+    try:
+        address = addresses_of(own)[0]
+    except OSError:
+        yield ok("own name", f"{own} has no address here, and needs none")
         return
+    yield ok("own name", f"{own} is {address}")
     _, seconds = _timed(lambda: socket.gethostbyaddr(address)[0])
     advice = (
         "put it into /etc/hosts, or export RES_OPTIONS='timeout:1 attempts:1': torch asks at each connection "
@@ -65,17 +58,16 @@ def ports(case: Case) -> Iterator[Finding]:
         return
     try:
         host, port = split_address(case.controller)
-        address = socket.gethostbyname(host)
+        address = addresses_of(host)[0]
     except (ValueError, OSError) as error:
-        advice = "give HOST:PORT of node rank 0, with a name that all nodes resolve to an IPv4 address"
+        advice = "give HOST:PORT of node rank 0, with a name that all nodes know"
         yield fail("controller's address", f"{case.controller}: {error}", advice)
         return
-    if address.startswith("127.") and case.several_nodes:
+    if host in ("localhost", address) and ipaddress.ip_address(address).is_loopback and case.several_nodes:
         yield fail(
             "controller's address",
             f"{host} is {address} here",
-            "give a name or an address that the other nodes can reach; /etc/hosts often maps a machine's own "
-            "name to loopback",
+            "give a name or an address that the other nodes can reach",
         )
     elif low <= port <= high:
         yield warn(

@@ -25,9 +25,10 @@ class FailureDetector:
     def __init__(self, cluster: ClusterState) -> None:
         self._cluster = cluster
         self.doubting: set[NodeName] = set()
-        """Nodes of which a worker, or the agent, saw a connection to a peer break in this epoch."""
+        """Nodes of which a worker, or the agent, saw a connection to a peer break in this epoch, or where
+        roles wait in vain."""
         self.broke = ""
-        """What was seen to break in this epoch, the first time."""
+        """What was seen to break in this epoch, the first time; empty: nothing, some only wait."""
         self.links = Links()
         self._steps = Steps()
         self._missed: dict[NodeName, float] = {}
@@ -64,9 +65,20 @@ class FailureDetector:
 
     def suspected(self, name: NodeName, reason: str, now: float) -> None:
         """A worker, or the agent, of a node saw connections break in this epoch."""
-        self.broke = self.broke if self.doubting else reason
+        self.broke = self.broke or reason
         self.doubting.add(name)
         self.links.suspect(now, training=True)
+
+    def stuck(self, names: Collection[NodeName], now: float) -> None:
+        """Roles on these nodes wait, and it is not clear why. Connections over a link that lets nothing
+        through break after a quarter of an hour only; where all links are sound nothing comes of this."""
+        self.doubting |= set(names)
+        self.links.suspect(now, training=True)
+
+    def is_still_broken(self, link: str, now: float) -> None:
+        """What was found cannot be mended now: find out anew whether it is still so."""
+        self.broke = self.broke or link
+        self.links.again(now)
 
     def fetch_failed(self, name: NodeName, reason: str, now: float) -> None:
         """A node could not fetch what others hold, as they have said."""
