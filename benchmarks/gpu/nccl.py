@@ -51,7 +51,7 @@ def alone(row: Row, times: int) -> None:
         group = GroupId.of((0,), number)
         devices = {row.device: backend}
         inner = Inner(group, (0,), 0, devices, timedelta(seconds=30), None, number, 0)
-        inner.connect(dist.HashStore())
+        inner.connect(dist.HashStore(), "127.0.0.1")
         if row.device == "cuda":
             torch.cuda._sleep(50_000_000)
         inner.pg.allreduce([tensor])
