@@ -164,7 +164,8 @@ def _bare(name: str, rank: int, world: int, address: str, backends: str) -> Any:
     gpu = rank if "nccl" in backends else None
     group = GroupId.of(range(world), 0)
     inner = Inner(group, tuple(range(world)), rank, devices_of(backends), LIMIT, None, 1, gpu)
-    inner.connect(dist.PrefixStore(name, EpochStore(address, SECRET, 1, rank)), "127.0.0.1")
+    store = EpochStore(address, SECRET, 1, rank)
+    inner.connect(dist.PrefixStore(name, store), store.host)
     return inner.pg
 
 

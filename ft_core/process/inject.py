@@ -8,6 +8,7 @@ drills.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -125,6 +126,14 @@ class Injector:
     def armed(self) -> bool:
         """Whether anything may still fire here."""
         return bool(self._pending)
+
+    def succeeds(self, role: int, version: int | None) -> None:
+        """This process plays `role` from now on, from `version`, after another whose job directory is not
+        this one: what that has done on its way to there, a step beyond it at most, is not done again here."""
+        for injection in self._pending:
+            if injection.role == role and injection.step <= (0 if version is None else version + 1):
+                with contextlib.suppress(OSError):
+                    (self._job_dir / injection.marker).touch()
 
     def point(self, role: int, name: str, step: int) -> None:
         """Die here, or raise, if a failure is due."""

@@ -101,6 +101,8 @@ def _play(
     plan = assignment.plan
     role, apart, started_over = assignment.role, plan.detached, plan.restart_epoch
     backstage = StandbyIsolation(logs) if apart else None
+    if plan.epoch > 1 and not played(job_dir / "logs", role, None):
+        shell.injector.succeeds(role, plan.version)
     if backstage is None:
         predecessors = take_over(logs, role, started_over)
     else:

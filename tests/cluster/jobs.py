@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -136,7 +137,8 @@ class ClusterJob:
         return Path(self._output.name).read_text()
 
     def finish(self, timeout: float = 120) -> Result:
-        """Wait for the end on all nodes that are there, and read everything. The code is the largest."""
+        """Wait for the end on all nodes, and read everything. The code is the largest of those that were not
+        killed."""
         for node in self.cluster.nodes:
             (node.disk / "awaited").touch()
         deadline, codes = time.monotonic() + timeout, []
@@ -147,4 +149,5 @@ class ClusterJob:
                 said = f"{self.events()[-6:]}; {self.console()[-4000:]}"
                 raise AssertionError(f"{node.name} hangs: {said}") from None
         logs = "\n".join(map(read_logs, self.job_dirs))
-        return Result(max(codes), self.console(), read_losses(logs), read_digest(logs), self.events())
+        code = max(code for code in codes if abs(code) != signal.SIGKILL)
+        return Result(code, self.console(), read_losses(logs), read_digest(logs), self.events())

@@ -38,3 +38,15 @@ def test_nodes_share_the_job_directory(tmp_path: Path) -> None:
         result = job.finish()
     check_identical(result, training, steps, again=1)
     check_survivors(result, training.world)
+
+
+@pytest.mark.long
+def test_a_drill_is_done_once_though_no_directory_is_shared(tmp_path: Path) -> None:
+    """A successor comes to the same step, and on its node nothing says that it was done."""
+    training, steps = Loop(), 60
+    drills = "--ft-inject=1@optimizer:10,1@h2h:20,1@optimizer:30:worker"
+    with Cluster(tmp_path, 4) as cluster:
+        result = ClusterJob(cluster, training, steps, drills).finish()
+    check_identical(result, training, steps, again=3)
+    check_survivors(result, training.world)
+    assert result.recoveries == 3

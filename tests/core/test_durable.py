@@ -378,6 +378,7 @@ def test_storage_that_only_one_node_sees_is_told(tmp_path: Path, store: NodeStor
         try:
             assert durable.save(str(tmp_path), 2, store, 0, version, two, replicated=False) == [0]
         finally:
+            buffer.version = 1
             path = tmp_path / durable.name_of(version, two) / "role-0.json"
             os.utime(path, times=(time.time() - ago,) * 2)
 
