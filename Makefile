@@ -14,7 +14,7 @@ READY312 := $(VENV312)/.ready
 # The layers, see tests/layers.py. Each worker of pytest has two cores for the whole jobs that it starts.
 QUICK := 'not long and not exhaustive'
 REST := 'long and not exhaustive'
-MEGATRON := tests/megatron/test_arguments.py tests/megatron/test_trackers.py tests/chaos/test_pretrain*.py
+MEGATRON := $(addprefix tests/megatron/test_,arguments.py trackers.py conformance.py) tests/chaos/test_pretrain*.py
 WORKERS ?= $(shell expr $$(nproc) / 2)
 PARALLEL := $(if $(filter-out 0 1,$(WORKERS)),--numprocesses=$(WORKERS) --dist=loadfile)
 # What starts no whole job has one core.

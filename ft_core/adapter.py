@@ -75,7 +75,7 @@ class Maker:
     """What makes versions of a state. It goes with them, since another job may read one from storage."""
 
     framework: str
-    """Its name, such as `megatron-core`."""
+    """Its name, as a user knows it."""
     release: str
     """The framework's version. Another one is said, and no error."""
     adapter: str

@@ -42,6 +42,7 @@ class Training(Protocol):
     """What is tried: a model in training, that a factory makes anew, with weights by a seed."""
 
     adapter: Adapter
+    """The one that is tried."""
 
     def step(self, version: int) -> Any:
         """Do the step that the state of `version` is next to see, whatever batches that has; return what it

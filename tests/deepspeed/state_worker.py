@@ -40,6 +40,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec  # noqa: E40
 from deepspeed.runtime.zero import parameter_offload, partition_parameters  # noqa: E402
 
 from ft_deepspeed.state import DeepSpeedAdapter  # noqa: E402
+from ft_deepspeed.training import LoopState  # noqa: E402
 
 WIDTH = 12
 
@@ -65,6 +66,19 @@ class Net(torch.nn.Module):
             self.mean.lerp_(h.detach().mean(0).to(self.mean.dtype), 0.1)
         h = self.second(h - self.mean.to(h.dtype)) @ self.first.weight
         return torch.nn.functional.mse_loss(h.float(), y.float())
+
+
+class Counting(Net):
+    """Goes by what it has in attributes."""
+
+    def __init__(self) -> None:
+        super().__init__(recomputed=False)
+        self.passes, self.highest = 0, torch.zeros(1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        self.highest = torch.maximum(self.highest, x.detach().float().max())
+        return super().forward(x, y) * (self.highest / self.passes)
 
 
 class Experts(torch.nn.Module):
@@ -146,6 +160,7 @@ CASES: dict[str, dict[str, Any]] = {
     "stage1-bf16": BF16 | stage(1) | {"data_types": {"grad_accum_dtype": "bf16"}},
     "stage1-fp32-accumulated": stage(1) | ACCUMULATED,
     "stage2-fp32": stage(2),
+    "stage2-bf16-loop": BF16 | stage(2) | ACCUMULATED | {"loop": True},
     "stage2-autocast": AUTOCAST | stage(2),
     "stage2-gathered-buckets": stage(2, contiguous_gradients=False, reduce_scatter=False),
     "stage2-round-robin": BF16 | stage(2, round_robin_gradients=True),
@@ -204,6 +219,7 @@ class TrainedEngine:
         self.pipeline, fused = config.pop("pipeline", False), config.pop("fused", False)
         experts, tied = config.pop("experts", False), config.pop("tied", False)
         recomputed, apart = config.pop("recomputed", False), config.pop("apart", False)
+        loop = config.pop("loop", False)
         lean = config.pop("full", False) is other
         model: torch.nn.Module
         if self.pipeline:
@@ -217,7 +233,7 @@ class TrainedEngine:
                 partition_method="uniform",
             )
         else:
-            model = Experts() if experts else Tied() if tied else Net(recomputed)
+            model = Experts() if experts else Tied() if tied else Counting() if loop else Net(recomputed)
         original = deepspeed.runtime.engine.FusedAdam
         if fused:  # on the CPU, torch's Adam passes for it
             deepspeed.runtime.engine.FusedAdam = torch.optim.Adam
@@ -229,12 +245,13 @@ class TrainedEngine:
             )
         finally:
             deepspeed.runtime.engine.FusedAdam = original
-        self.adapter = DeepSpeedAdapter(self.engine, lean)
+        self.adapter: Any = (LoopState if loop else DeepSpeedAdapter)(self.engine, lean)
         if apart:  # as a script does that loads weights of its own behind the optimizer's back
             with torch.no_grad():
                 for parameter in self.engine.module.parameters():
                     parameter.mul_(0.5)
-        self.adapter.compare()
+        self.ends = self.adapter.step_done if loop else lambda losses: self.adapter.compare()
+        self.adapter.begin() if loop else self.adapter.compare()
         self.dtype = next(p.dtype for p in self.engine.module.parameters())
         self.accumulated = self.engine.gradient_accumulation_steps()
 
@@ -259,7 +276,7 @@ class TrainedEngine:
                 losses.append(loss.item())
                 self.engine.backward(loss)
                 self.engine.step()
-        self.adapter.compare()
+        self.ends(losses)
         return losses
 
     def weights(self) -> dict[str, torch.Tensor]:

@@ -31,7 +31,7 @@ LAUNCHES: dict[str, tuple[int, str]] = {
         "stage1-fp32 stage1-bf16 stage1-fp32-accumulated stage2-fp32 stage2-bf16-accumulated "
         "stage2-fp16-dynamic stage2-autocast stage2-overlap stage2-gathered-buckets stage2-timers "
         "stage2-offload stage1-fp32-full stage2-bf16-full "
-        "stage1-fp32-apart stage2-fp16-dynamic-apart",
+        "stage1-fp32-apart stage2-fp16-dynamic-apart stage2-bf16-loop",
     ),
     "zero3": (
         2,

@@ -33,8 +33,9 @@ CASES = {
     "sharded-bf16-lean": f"{SHARDED} --bf16",
     "sharded-bf16-overlapped": f"{SHARDED} --bf16 --overlap-grad-reduce",
     "sharded-gathered-late": f"{SHARDED} --overlap-grad-reduce --overlap-param-gather",
+    "sharded-instances": f"{SHARDED} --bf16 --num-distributed-optimizer-instances 2",
     "tp2-bf16": "--bf16 --tensor-model-parallel-size 2",
-    "pp2-fp32": "--pipeline-model-parallel-size 2",
+    "pp2-fp16-sharded": f"{SHARDED} --fp16 --initial-loss-scale 65536 --pipeline-model-parallel-size 2",
 }
 
 
@@ -80,6 +81,7 @@ def run(case: str) -> int:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
         create_gloo_process_groups=False,
     )
     args.set_data_parallel_size(parallel_state.get_data_parallel_world_size())

@@ -9,8 +9,8 @@ from cases import check_cases
 
 LAUNCHES = {
     "data-parallel": "plain-fp32 plain-fp16 sharded-fp32 sharded-bf16-lean sharded-bf16-overlapped "
-    "sharded-gathered-late",
-    "model-parallel": "tp2-bf16 pp2-fp32",
+    "sharded-gathered-late sharded-instances",
+    "model-parallel": "tp2-bf16 pp2-fp16-sharded",
 }
 """One launch each, since importing Megatron takes long."""
 
