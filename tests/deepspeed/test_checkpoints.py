@@ -49,6 +49,6 @@ def test_the_next_peer_writes_for_the_first(role: int, absent: Any, seen: list[A
     checkpoints.complete(engine, session, (1, 3, 5), lambda: "dealt")
     engine.save_checkpoint("there", client_state={"epoch": 2})
     engine.save_16bit_model("there")
-    comm = "_As" if seen[1] else before[-1]
+    comm = "Comm" if seen[1] else before[-1]
     assert engine.saved == [[*seen, comm], {"epoch": 2, checkpoints.KEY: "dealt"}, [*seen, comm]]
     assert engine.state() == before
