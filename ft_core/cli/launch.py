@@ -195,6 +195,12 @@ def _join(args: argparse.Namespace) -> Launcher:
         raise ConfigError("--join needs the job's --job-dir, or the job's own command line")
     else:
         job_dir = args.job_dir.resolve()
+        if not job_dir.exists():
+            raise ConfigError(
+                f"--join: there is no {job_dir} here. Where the job's directory cannot be seen, give this "
+                f"machine one of its own and the job's command line, and set {SECRET_ENV}: "
+                f"ftrun --nnodes ... --nproc-per-node ... --join {args.join} --job-dir DIR SCRIPT ..."
+            )
         settings = Settings.read(job_dir)
         check(job_dir)
         read_secret(job_dir)

@@ -1,9 +1,9 @@
 """A cluster on one machine: nodes that are namespaces, and networks that join them.
 
-A node has a host name, processes, mounts, IPC and a network of its own: no process of another node is in its
-/proc, no socket of another node can be reached but by an address, and /tmp, /run, /dev/shm and the home
-directory are its own. Of the machine it sees the rest of the file system: Python, and the repository. Each of
-its interfaces is one end of a veth pair, whose other end is in a router, which has namespaces as well.
+A node has a host name, processes, mounts, IPC, clocks and a network of its own: no process of another node
+is in its /proc, no socket of another node can be reached but by an address, and /tmp, /run, /dev/shm and the
+home directory are its own. Of the machine it sees the rest of the file system: Python, and the repository.
+Each of its interfaces is one end of a veth pair, whose other end is in a router, in namespaces as well.
 
 It takes root, and a kernel with namespaces, veth and tbf: `missing` says what there is not. Nothing has a
 name outside, and all that a cluster is ends with the process that has made it, killed or not.
@@ -43,7 +43,7 @@ _HOLDER = [
     "--pid",
     "--fork",
 ]
-_HOLDER += ["--kill-child", "--mount-proc", "sh", "-ec"]
+_HOLDER += ["--kill-child", "--mount-proc", "--time"]
 _READY = "ready"
 _STAYS = f"trap '' CHLD; echo {_READY}; exec sleep infinity >/dev/null 2>&1"
 """Last words of what sets a machine up: with SIGCHLD ignored, nothing that ends there stays a zombie."""
@@ -70,7 +70,7 @@ def missing() -> str:
         return f"a cluster of namespaces needs {' and '.join(absent)} (iproute2, util-linux)"
     tried = [*_set(_ROUTER), "mount -t tmpfs tmpfs /mnt", "ip link add name eth0 type veth peer name eth1"]
     tried += ["tc qdisc add dev eth0 root tbf rate 1gbit burst 1mb latency 1s"]
-    done = subprocess.run([*_HOLDER, "\n".join(tried)], capture_output=True, text=True)
+    done = subprocess.run([*_HOLDER, "sh", "-ec", "\n".join(tried)], capture_output=True, text=True)
     return f"no namespaces, veth, IPv6 or tbf: {done.stderr.strip()[-200:]}" if done.returncode else ""
 
 
@@ -81,10 +81,12 @@ def _set(settings: Mapping[str, int]) -> list[str]:
 class _Namespaces:
     """What one machine of the cluster is. All that runs in it ends with it."""
 
-    def __init__(self, setup: Sequence[str]) -> None:
-        """`setup`: shell commands that are run in it first. Raises RuntimeError if one of them fails."""
+    def __init__(self, setup: Sequence[str], clock: int = 0) -> None:
+        """`setup`: shell commands that are run in it first. `clock`: seconds that its clocks are ahead, but
+        for that of the day. Raises RuntimeError if a command fails."""
+        clocks = [f"--monotonic={clock}", f"--boottime={clock}"]
         self._holder = subprocess.Popen(
-            [*_HOLDER, "\n".join(["ip link set lo up", *setup, _STAYS])],
+            [*_HOLDER, *clocks, "sh", "-ec", "\n".join(["ip link set lo up", *setup, _STAYS])],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -98,7 +100,7 @@ class _Namespaces:
         self.pid = int(children.read_text().split()[0])
         """Of its first process, as it is known outside."""
 
-    def command(self, *argv: str | Path, only: str = "-nmuip") -> list[str]:
+    def command(self, *argv: str | Path, only: str = "-nmuipT") -> list[str]:
         """What runs `argv` in it, or in `only` some of its namespaces, as `nsenter` calls them."""
         return ["nsenter", "-t", str(self.pid), *(f"-{each}" for each in only[1:]), "--", *map(str, argv)]
 
@@ -206,7 +208,7 @@ class Node:
         self._number = self.cluster.number()
         off = int(not self.cluster.ipv6)
         system = _NODE | {f"net/ipv6/conf/{which}/disable_ipv6": off for which in ("all", "default")}
-        self._namespaces = _Namespaces([*self._mounts(), *_set(system)])
+        self._namespaces = _Namespaces([*self._mounts(), *_set(system)], 10_000 * self._number)
         for network in range(self.cluster.networks):
             self._connect(network)
         self.cluster.write_names()

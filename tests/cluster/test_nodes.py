@@ -54,6 +54,8 @@ def test_what_is_a_nodes_own(tmp_path: Path) -> None:
         assert said(other, "sh", "-c", "cat /proc/[0-9]*/comm").count("sleep") == 1
         assert said(one, sys.executable, "-c", "import ft_core, os; print(os.getuid())", user=4711) == "4711"
         assert said(one, "pwd") == str(ROOT)
+        seconds = [said(node, "cut", "-d.", "-f1", "/proc/uptime") for node in cluster.nodes]
+        assert 9_990 < int(seconds[1]) - int(seconds[0]) < 10_010  # no clock but that of the day is another's
 
 
 def test_who_reaches_whom(tmp_path: Path) -> None:

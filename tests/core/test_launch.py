@@ -301,6 +301,8 @@ def test_join(script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "--join needs the job's --job-dir" in capsys.readouterr().err
     assert launch.main(["--join=127.0.0.1:1", f"--job-dir={tmp_path}"]) == 2
     assert "is not a job's settings" in capsys.readouterr().err
+    assert launch.main(["--join=127.0.0.1:1", f"--job-dir={tmp_path / 'elsewhere'}"]) == 2
+    assert "the job's command line, and set FT_JOB_SECRET" in capsys.readouterr().err
     _job(tmp_path, script)
     assert launch.main(["--join=127.0.0.1:1", f"--job-dir={tmp_path}"]) == 2
     assert f"the job in {tmp_path} is at" in capsys.readouterr().err
