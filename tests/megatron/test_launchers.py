@@ -57,7 +57,8 @@ while [[ $1 == -* ]]; do
     case $1 in --ntasks=*) tasks=${1#*=} ;; --kill-on-bad-exit=0) kill= ;; --overlap) overlap=1 ;; esac
     shift
 done
-if [ -n "$overlap" ]; then exec "$@"; fi
+if [ -n "$overlap" ]; then echo "$*" >> "$FAKE/overlapping"; exec "$@"; fi
+echo $$ > "$FAKE/step"
 trap 'kill -TERM $(jobs -p)' TERM
 for ((i = 0; i < tasks; i++)); do SLURM_PROCID=$i setsid "$@" & done
 worst=0
@@ -72,6 +73,9 @@ exit "$worst"
 SCONTROL = """#!/usr/bin/env bash
 echo "$*" >> "$FAKE/scontrol"
 if [ "$2" = hostnames ]; then for ((i = 0; i < SLURM_NNODES; i++)); do echo localhost; done; fi
+"""
+SCANCEL = """#!/usr/bin/env bash
+kill -TERM "$(cat "$FAKE/step")"
 """
 RECORD = """#!/usr/bin/env bash
 printf '%s\\n' "$@" > "$FAKE/ftrun"
@@ -167,7 +171,7 @@ def test_slurm(
     fake: Callable[..., Path], start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     """Of two nodes and a spare one is killed: the spare takes over, and the node comes back as the next."""
-    records = fake(srun=SRUN, scontrol=SCONTROL)
+    records = fake(srun=SRUN, scontrol=SCONTROL, scancel=SCANCEL)
     job_dir, gate, port = tmp_path / "job", tmp_path / "gate", free_port()
     slurm = {"SLURM_JOB_ID": "4711", "SLURM_NNODES": "3", "SLURM_JOB_NODELIST": "n[0-2]"}
     about = {"JOB_DIR": str(job_dir), "PORT": str(port), "NPROC": "1", "FT_TEST_GATE": str(gate)}
@@ -202,7 +206,7 @@ def test_slurm_preempts(
     fake: Callable[..., Path], start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     """USR1 to the batch script gets to a worker as SIGTERM; what then ends well goes back into the queue."""
-    records = fake(srun=SRUN, scontrol=SCONTROL)
+    records = fake(srun=SRUN, scontrol=SCONTROL, scancel=SCANCEL)
     script, ready, job_dir = tmp_path / "train.py", tmp_path / "ready", tmp_path / "job"
     script.write_text(
         "import pathlib, signal, sys, time\n"
@@ -220,6 +224,46 @@ def test_slurm_preempts(
     assert batch.wait(90) == 0
     assert "saved" in output(job_dir)
     assert "requeue 4711" in (records / "scontrol").read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("name", "host"),
+    [
+        ("gpu-2-1+0369bb", "gpu-3"),
+        ("gpu-3.cluster-1+0369bb", "gpu-3"),
+        ("gpu-3+0369bb", "gpu-3"),  # its processes were killed, and it has come back
+        ("gpu-2+0369bb", "gpu-2"),
+        ("login.cluster-1+0369bb", "gpu-3"),  # Slurm calls it otherwise than it does itself
+    ],
+)
+def test_slurm_finds_the_node_of_a_worker(
+    fake: Callable[..., Path],
+    start: Callable[..., subprocess.Popen[bytes]],
+    tmp_path: Path,
+    name: str,
+    host: str,
+) -> None:
+    """By what the node is called in the job: elsewhere the number of its process is another one's."""
+    role = {"roles": [{"node": "gpu-2-0+0", "worker_pid": None}, {"node": name, "worker_pid": 4711}]}
+    end, begun = tmp_path / "end", tmp_path / "begun"
+    srun = f"""
+    case "$*" in
+        *--overlap*) echo "$*" > "$FAKE/overlapping"; touch {end} ;;
+        *) touch {begun}; until [ -e {end} ]; do sleep 0.1; done; echo 3 > "$JOB_DIR/exit-code" ;;
+    esac"""
+    programs = {
+        "srun": srun,
+        "scontrol": 'if [ "$2" = hostnames ]; then echo gpu-2; echo gpu-3; fi',
+        "ftctl": f"echo '{json.dumps(role)}'",
+    }
+    records = fake(**{each: f"#!/usr/bin/env bash\n{text}\n" for each, text in programs.items()})
+    about = {"SLURM_JOB_ID": "4711", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "gpu-[2-3]"}
+    batch = start("bash", RECIPES / "slurm.sbatch", "--any", JOB_DIR=str(tmp_path / "job"), **about)
+    until(begun.exists, batch, "srun")
+    batch.send_signal(signal.SIGUSR1)
+    assert batch.wait(60) == 3
+    told = (records / "overlapping").read_text().split()
+    assert f"--nodelist={host}" in told and told[-3:] == ["kill", "-TERM", "4711"]
 
 
 def pod() -> tuple[dict, dict, dict[str, str]]:
