@@ -39,7 +39,7 @@ from ports import free_port
 
 from ft_core.cli.ask import status
 from ft_core.node import metrics
-from ft_core.process.sigterm import ENDED
+from ft_core.process.sigterm import ENDED, GRACE
 from ft_core.protocol import http
 from ft_core.settings import SECRET_ENV, Settings
 
@@ -384,11 +384,29 @@ def test_pods_survive_what_they_should() -> None:
     assert [source["secretRef"]["name"] for source in container["envFrom"]] == ["gpt-secret"]
     assert container["resources"]["limits"] == container["resources"]["requests"]
     actions = {rule["action"]: rule for rule in job["podFailurePolicy"]["rules"]}
+    assert actions["Ignore"]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    assert spec["terminationGracePeriodSeconds"] > GRACE
     assert actions["FailJob"]["onExitCodes"]["operator"] == "NotIn" and "Ignore" in actions
     assert {9, 128 + signal.SIGKILL, ENDED} <= set(actions["FailJob"]["onExitCodes"]["values"])
     assert {1, 2, 3}.isdisjoint(actions["FailJob"]["onExitCodes"]["values"])
     assert spec["restartPolicy"] == "Never"  # podFailurePolicy needs it; a new pod takes the index
     assert job["successPolicy"]["rules"] == [{"succeededIndexes": "0"}]
+
+
+def test_pods_may_do_little() -> None:
+    """No user root, no capability, no token; who elects a leader by a Lease may change that one."""
+    job, container, _ = pod()
+    spec = job["template"]["spec"]
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["fsGroup"]
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    own = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert container["securityContext"] == own
+    account, lease, role, binding = yaml.safe_load_all((RECIPES / "kubernetes-lease.yaml").read_text())
+    rule = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["get", "update"]}
+    assert role["rules"] == [rule | {"resourceNames": [lease["metadata"]["name"]]}]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account["metadata"]["name"]}]
 
 
 def test_probes_and_scrapers_ask_where_something_answers() -> None:
