@@ -31,6 +31,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "durable checkpoints": (
         "test_policies.py::test_more_than_replicas_cover_falls_back_to_the_durable_checkpoint",
     ),
+    "Slurm": ("test_slurm.py::test_a_node_is_drained_and_another_one_lost",),
     "drills at every moment of a step": ("test_moments.py::test_every_moment[tp1pp2dp2-distopt-bf16]",),
     "groups leave and return": (
         "test_elastic.py::test_groups_leave_and_return[tp1pp1dp3-distopt-bf16--global-batch-size=12-4]",

@@ -28,6 +28,9 @@ _STOP_GRACE = 15.0
 """Seconds that agents have to end once the controller has."""
 _AGAIN = 1.0
 """Seconds after which SIGTERM is passed on once more."""
+_AS_ONE = 2.0
+"""Seconds in which SIGTERM counts once, however often it comes: Slurm sends it to every process, for the step
+and for the job, and a shell among these passes it on."""
 _LASTING = 60.0
 """Seconds for which a process has worked well enough not to count among those that fail in a row."""
 _STANDS_IN = 3.0
@@ -93,7 +96,8 @@ class Launcher:
         """All nodes of the job are here."""
         self.patience = math.inf
         """Seconds that workers have to end after SIGTERM, if they handle it."""
-        self._sigterms = 0
+        self._told_at: float | None = None
+        """When SIGTERM has come, for the first time."""
         self._pass_on_at = math.inf
         self._deadline = math.inf
 
@@ -156,29 +160,29 @@ class Launcher:
     def wait(self) -> int:
         """Until the job is over. Returns its exit code."""
         while True:
-            if self._sigterms:
+            if self._told:
                 self._pass_on()
             if self._controller is not None and (code := self._controller.poll()) is not None:
                 if code >= 0 and code != FAILED:
                     self._reap()
                     return code
-                if self._sigterms and code == -signal.SIGTERM:
+                if self._told and code == -signal.SIGTERM:
                     return ENDED  # it was just starting
                 self._next_controller(code)
             for agent, failures in self._ended():
                 again = self.respawn and failures < _TRIES and agent.returncode < 0
                 self._given_up = failures > 0 and not again
-                if again and not self._sigterms:
+                if again and not self._told:
                     self._agents.remove(agent)
                     self._places.append(_Place(failures, time.monotonic() + _STANDS_IN))
             self._fill_places()
             if not self._running:
-                if self.standalone and self._given_up and not self._sigterms:
+                if self.standalone and self._given_up and not self._told:
                     tell(_ALL_FAILED, "ERROR")
                     return 1
                 if self._controller is None or (self._elected and not self._is_waited_for()):
                     return max((abs(a.returncode) for a in self._agents), default=1)
-                if self._sigterms and not self.standalone and all(_left(a.returncode) for a in self._agents):
+                if self._told and not self.standalone and all(_left(a.returncode) for a in self._agents):
                     return ENDED  # the controller goes with its node; other nodes find another one
             if time.monotonic() > self._deadline:
                 return ENDED
@@ -188,7 +192,7 @@ class Launcher:
         now = time.monotonic()
         while self._places and (len(self._running) < self.needed or self._places[0].until <= now):
             failures = self._places.pop(0).failed_before
-            if not self._sigterms:
+            if not self._told:
                 self.agent(f"node{next(self.numbers)}", -1, "", failures)
 
     def _is_waited_for(self) -> bool:
@@ -198,10 +202,17 @@ class Launcher:
             self._alone_at = time.monotonic()
         return time.monotonic() < self._alone_at + _STOP_GRACE
 
+    @property
+    def _told(self) -> bool:
+        """Whether SIGTERM has come."""
+        return self._told_at is not None
+
     def terminate(self) -> None:
-        """SIGTERM has come: the workers get it too. Once more, and everything ends at once."""
-        self._sigterms += 1
-        if self._sigterms > 1:
+        """SIGTERM has come: the workers get it too. Once more, later, and everything ends at once."""
+        now = time.monotonic()
+        if self._told_at is None:
+            self._told_at = now
+        elif now - self._told_at > _AS_ONE:
             sys.exit(ENDED)
 
     def _pass_on(self) -> None:
@@ -211,7 +222,7 @@ class Launcher:
             self._pass_on_at, self._deadline = now, now + self.patience
             tell(
                 "ftrun: told to end (SIGTERM), and tells the workers; those that handle it end by themselves."
-                " Once more ends them at once."
+                f" Once more, after {_AS_ONE:.0f} s, ends them at once."
             )
         if now < self._pass_on_at:
             return

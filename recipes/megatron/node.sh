@@ -27,7 +27,8 @@ fi
 flags=(--nnodes "$NNODES" --nproc-per-node "$NPROC" ${FT_FLAGS:-})
 
 # A pod's name may be known some seconds after the pod: until then nobody can start.
-until getent ahostsv4 "${HEAD%:*}" > /dev/null; do sleep 1; done
+head=${HEAD%:*} && head=${head#[} && head=${head%]} # [ADDRESS]:PORT, if it is IPv6
+until getent ahosts "$head" > /dev/null; do sleep 1; done
 
 stopping=
 trap 'stopping=1; kill -TERM "${child:-$$}" 2> /dev/null || true' TERM INT

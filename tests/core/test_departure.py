@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from harness import Job, check_clean, check_nothing_runs
+from waiting import wait_for_value
 
 from ft_core.node.workers import departure
 
@@ -99,15 +100,34 @@ def test_workers_that_handle_it_end_the_job(group: bool, tmp_path: Path):
     check_clean(result)
 
 
+def terminated(process: subprocess.Popen[Any]) -> bool:
+    """Whether it has ended; told to once more if not."""
+    if process.poll() is None:
+        process.terminate()
+    return process.poll() is not None
+
+
+def test_a_signal_that_comes_several_times_at_once_is_one(tmp_path: Path):
+    """Slurm sends it for the step and for the job, and a shell that has it passes it on."""
+    with script(tmp_path, HANDLES).begin() as job:
+        for _ in range(3):
+            job.process.terminate()
+            time.sleep(0.1)  # a process that is not read meanwhile has it once
+        (tmp_path / "ready-may-end").touch()
+        result = job.finish(60)
+    assert result.code == 0 and result.output.count("saved") == 2, result.output
+    check_clean(result)
+
+
 @pytest.mark.parametrize("how", ["again", "patience"])
 def test_workers_that_take_too_long(how: str, tmp_path: Path):
-    """They handle the signal and go on; the second one ends them, as does a time-out that was given."""
+    """They handle the signal and go on; a later one ends them, as does a time-out that was given."""
     ftrun = ("--shutdown-timeout=0.5",) if how == "patience" else ()
     with script(tmp_path, HANDLES).begin(ftrun=ftrun) as job:
         job.process.terminate()
         if how == "again":
             job.wait_for("leaving", 2)  # both nodes; the spare may not have joined yet
-            job.process.terminate()
+            wait_for_value(lambda: terminated(job.process), True)
         result = job.finish(60)
     assert result.code == 143 and "saved" not in result.output
     check_nothing_runs(result)

@@ -40,7 +40,7 @@ from ports import free_port
 from ft_core.cli import failure_domains
 from ft_core.cli.ask import status
 from ft_core.node import metrics
-from ft_core.process.sigterm import ENDED
+from ft_core.process.sigterm import ENDED, GRACE
 from ft_core.protocol import http
 from ft_core.settings import SECRET_ENV, Settings
 
@@ -58,7 +58,8 @@ while [[ $1 == -* ]]; do
     case $1 in --ntasks=*) tasks=${1#*=} ;; --kill-on-bad-exit=0) kill= ;; --overlap) overlap=1 ;; esac
     shift
 done
-if [ -n "$overlap" ]; then exec "$@"; fi
+if [ -n "$overlap" ]; then echo "$*" >> "$FAKE/overlapping"; exec "$@"; fi
+echo $$ > "$FAKE/step"
 trap 'kill -TERM $(jobs -p)' TERM
 for ((i = 0; i < tasks; i++)); do SLURM_PROCID=$i setsid "$@" & done
 worst=0
@@ -73,6 +74,9 @@ exit "$worst"
 SCONTROL = """#!/usr/bin/env bash
 echo "$*" >> "$FAKE/scontrol"
 if [ "$2" = hostnames ]; then for ((i = 0; i < SLURM_NNODES; i++)); do echo localhost; done; fi
+"""
+SCANCEL = """#!/usr/bin/env bash
+kill -TERM "$(cat "$FAKE/step")"
 """
 RECORD = """#!/usr/bin/env bash
 printf '%s\\n' "$@" > "$FAKE/ftrun"
@@ -168,7 +172,7 @@ def test_slurm(
     fake: Callable[..., Path], start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     """Of two nodes and a spare one is killed: the spare takes over, and the node comes back as the next."""
-    records = fake(srun=SRUN, scontrol=SCONTROL)
+    records = fake(srun=SRUN, scontrol=SCONTROL, scancel=SCANCEL)
     job_dir, gate, port = tmp_path / "job", tmp_path / "gate", free_port()
     slurm = {"SLURM_JOB_ID": "4711", "SLURM_NNODES": "3", "SLURM_JOB_NODELIST": "n[0-2]"}
     about = {"JOB_DIR": str(job_dir), "PORT": str(port), "NPROC": "1", "FT_TEST_GATE": str(gate)}
@@ -203,7 +207,7 @@ def test_slurm_preempts(
     fake: Callable[..., Path], start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     """USR1 to the batch script gets to a worker as SIGTERM; what then ends well goes back into the queue."""
-    records = fake(srun=SRUN, scontrol=SCONTROL)
+    records = fake(srun=SRUN, scontrol=SCONTROL, scancel=SCANCEL)
     script, ready, job_dir = tmp_path / "train.py", tmp_path / "ready", tmp_path / "job"
     script.write_text(
         "import pathlib, signal, sys, time\n"
@@ -221,6 +225,46 @@ def test_slurm_preempts(
     assert batch.wait(90) == 0
     assert "saved" in output(job_dir)
     assert "requeue 4711" in (records / "scontrol").read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("name", "host"),
+    [
+        ("gpu-2-1+0369bb", "gpu-3"),
+        ("gpu-3.cluster-1+0369bb", "gpu-3"),
+        ("gpu-3+0369bb", "gpu-3"),  # its processes were killed, and it has come back
+        ("gpu-2+0369bb", "gpu-2"),
+        ("login.cluster-1+0369bb", "gpu-3"),  # Slurm calls it otherwise than it does itself
+    ],
+)
+def test_slurm_finds_the_node_of_a_worker(
+    fake: Callable[..., Path],
+    start: Callable[..., subprocess.Popen[bytes]],
+    tmp_path: Path,
+    name: str,
+    host: str,
+) -> None:
+    """By what the node is called in the job: elsewhere the number of its process is another one's."""
+    role = {"roles": [{"node": "gpu-2-0+0", "worker_pid": None}, {"node": name, "worker_pid": 4711}]}
+    end, begun = tmp_path / "end", tmp_path / "begun"
+    srun = f"""
+    case "$*" in
+        *--overlap*) echo "$*" > "$FAKE/overlapping"; touch {end} ;;
+        *) touch {begun}; until [ -e {end} ]; do sleep 0.1; done; echo 3 > "$JOB_DIR/exit-code" ;;
+    esac"""
+    programs = {
+        "srun": srun,
+        "scontrol": 'if [ "$2" = hostnames ]; then echo gpu-2; echo gpu-3; fi',
+        "ftctl": f"echo '{json.dumps(role)}'",
+    }
+    records = fake(**{each: f"#!/usr/bin/env bash\n{text}\n" for each, text in programs.items()})
+    about = {"SLURM_JOB_ID": "4711", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "gpu-[2-3]"}
+    batch = start("bash", RECIPES / "slurm.sbatch", "--any", JOB_DIR=str(tmp_path / "job"), **about)
+    until(begun.exists, batch, "srun")
+    batch.send_signal(signal.SIGUSR1)
+    assert batch.wait(60) == 3
+    told = (records / "overlapping").read_text().split()
+    assert f"--nodelist={host}" in told and told[-3:] == ["kill", "-TERM", "4711"]
 
 
 def pod() -> tuple[dict, dict, dict[str, str]]:
@@ -341,11 +385,29 @@ def test_pods_survive_what_they_should() -> None:
     assert [source["secretRef"]["name"] for source in container["envFrom"]] == ["gpt-secret"]
     assert container["resources"]["limits"] == container["resources"]["requests"]
     actions = {rule["action"]: rule for rule in job["podFailurePolicy"]["rules"]}
+    assert actions["Ignore"]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    assert spec["terminationGracePeriodSeconds"] > GRACE
     assert actions["FailJob"]["onExitCodes"]["operator"] == "NotIn" and "Ignore" in actions
     assert {9, 128 + signal.SIGKILL, ENDED} <= set(actions["FailJob"]["onExitCodes"]["values"])
     assert {1, 2, 3}.isdisjoint(actions["FailJob"]["onExitCodes"]["values"])
     assert spec["restartPolicy"] == "Never"  # podFailurePolicy needs it; a new pod takes the index
     assert job["successPolicy"]["rules"] == [{"succeededIndexes": "0"}]
+
+
+def test_pods_may_do_little() -> None:
+    """No user root, no capability, no token; who elects a leader by a Lease may change that one."""
+    job, container, _ = pod()
+    spec = job["template"]["spec"]
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["fsGroup"]
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    own = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert container["securityContext"] == own
+    account, lease, role, binding = yaml.safe_load_all((RECIPES / "kubernetes-lease.yaml").read_text())
+    rule = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["get", "update"]}
+    assert role["rules"] == [rule | {"resourceNames": [lease["metadata"]["name"]]}]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account["metadata"]["name"]}]
 
 
 def test_probes_and_scrapers_ask_where_something_answers() -> None:
