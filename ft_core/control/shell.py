@@ -535,6 +535,8 @@ def _notes(path: Path) -> Notes:
     """What predecessors have left, on this machine."""
     found: dict[str, int] = {}
     spent, at = None, 0.0
+    if not path.is_file():  # not there yet, or a device, which has no end
+        return Notes()
     try:
         with path.open("rb") as lines:
             for line in lines:
@@ -545,8 +547,6 @@ def _notes(path: Path) -> Notes:
                     found[event["event"]] = event["epoch"]
                     if "spent" in event:
                         spent, at = event["spent"], event["time"]
-    except FileNotFoundError:
-        pass
     except OSError as error:
         log.warning("%s: %s; some events may come twice", path, error)
         return Notes()
