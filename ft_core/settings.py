@@ -34,6 +34,8 @@ POLICIES = ("wait", "shrink", "stop")
 SNAPSHOTS = ("lean", "full")
 AUTO = -1
 """A number that is found out where it is needed."""
+MOST_STEPS = 1000
+"""Between two versions that are protected."""
 WORDS = 10_000
 """That a controller is to hear in a second from all nodes together, while nothing happens."""
 FLAGS = {
@@ -46,6 +48,7 @@ FLAGS = {
     "durable_interval": "--ft-durable-interval",
     "stages": "--ft-pipeline-stages",
     "ready_standbys": "--ft-ready-standbys",
+    "every": "--ft-every",
 }
 """Settings that a script's own configuration may bring, and the flags of `ftrun` that say the same."""
 
@@ -106,6 +109,9 @@ class Settings:
     snapshot: str = "lean"
     """What a version consists of (`--ft-snapshot`): `lean` leaves out what all roles together can derive from
     the rest, where that is known to give the same bits; `full` leaves out nothing."""
+    every: int = AUTO
+    """Steps from a version that is protected to the next (`--ft-every`): at most twice as many, less one, are
+    done again. -1: 1, and as few more as there must be where steps would wait for copies."""
     heartbeat: float = 0.5
     """Between two words of an agent to the controller."""
     heartbeats_missed: int = 20
@@ -199,6 +205,10 @@ class Settings:
         """Which of the roles the job starts with: all, unless `min_nodes` says otherwise."""
         return Start(self.world_size, self.stages, self.first_nodes * self.nproc_per_node // self.stages)
 
+    def period(self, found: int) -> int:
+        """Steps from a version that is protected to the next: `found`, unless a number is given."""
+        return found if self.every == AUTO else self.every
+
     def configured(self, values: Mapping[str, Any], source: str) -> Settings:
         """These settings with `values` (keys as in `FLAGS`) in their place, which come from `source`.
 
@@ -236,6 +246,13 @@ class Settings:
             raise ConfigError(f"{name['ready_standbys']} {self.ready_standbys}: give a number, or auto (-1)")
         if self.policy not in POLICIES:
             raise ConfigError(f"{name['policy']} {self.policy!r}: give {' or '.join(POLICIES)}")
+        if self.every != AUTO and not 1 <= self.every <= MOST_STEPS:
+            raise ConfigError(f"{name['every']} {self.every}: give 1 to {MOST_STEPS} steps, or auto (-1)")
+        if self.every > 1 and self.policy == "shrink":
+            raise ConfigError(
+                f"{name['every']} {self.every} does not go with {name['policy']} shrink, where groups leave "
+                "and come back by the step: leave it out, or give 1"
+            )
         if self.lr_intervention not in INTERVENTIONS:
             raise ConfigError(
                 f"{name['lr_intervention']} {self.lr_intervention!r}: give {' or '.join(INTERVENTIONS)}"

@@ -64,6 +64,8 @@ class FaultTolerance(_Strict):
 
     in_place: bool = Field(True, description="true or false")
     """Whether the script is protected as it is. False: its loop does it by `ft_deepspeed.training`."""
+    every: int = Field(-1, ge=-1, description="a whole number of steps, or -1: as copies keep up")
+    """Steps from a version that is protected to the next."""
     ready_standbys: int = Field(
         0, ge=-1, description="a whole number: standbys of each node that are ready, or -1: as memory allows"
     )
@@ -75,7 +77,7 @@ class FaultTolerance(_Strict):
         Only what the section says: for the rest the flags of `ftrun` hold, and their defaults.
         """
         found = self.model_dump(
-            include={"replicas", "spares", "policy", "lr_intervention", "ready_standbys", "snapshot"},
+            include={"replicas", "spares", "policy", "lr_intervention", "ready_standbys", "snapshot", "every"},
             exclude_unset=True,
         )
         if self.durable is not None:

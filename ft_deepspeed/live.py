@@ -79,9 +79,9 @@ class Live:
         self._weights.left()
         if isinstance(call, Forward) and call.boundary is not None:
             script.forwards.append(call)
-        if script.position != session.version:  # a step is complete here, so the one before it is everywhere
+        if script.position != session.version:  # a step is complete here
             script.reached(session.version)
-            self._tape.forget_before(script.position - 1)
+            self._tape.forget_before(session.oldest_version)
             session.point("between")
         return result
 

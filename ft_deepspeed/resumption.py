@@ -27,7 +27,7 @@ class Resumption:
 
         def noting(save: Callable[..., Any]) -> Callable[..., Any]:
             def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-                session.commit_wait()  # or a newcomer's script could begin beyond what all go back to
+                session.secure()  # or a newcomer's script could begin beyond what all go back to
                 result = save(*args, **kwargs)
                 if (step := self._saved(_given(save, args, kwargs))) is not None:
                     session.in_place.newcomers_begin_at(step)

@@ -37,6 +37,7 @@ _FLAGS: dict[str, tuple[type, str]] = {
         f"{' or '.join(SNAPSHOTS)}: whether weights that follow from the distributed optimizer's shards are "
         "left out of the copies of the state (default lean)",
     ),
+    "every": (int, "steps from a protected version to the next (default -1: as copies keep up)"),
 }
 """The type and purpose of each of `ft_core.settings.FLAGS`. The durable tier is Megatron's `--save`."""
 

@@ -3,12 +3,13 @@
 Megatron builds its loaders before training, from the number of samples consumed, and draws from them as it
 goes. A recovery needs their position at the version that training goes on from: a survivor has drawn too
 much, a newcomer nothing. So a loader here is opened when it is first drawn from, at the position of that
-moment, and what was drawn in the newest two steps is kept.
+moment, and what was drawn in the newest steps is kept, as many as may be done again.
 """
 
 from __future__ import annotations
 
 import atexit
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,7 +39,8 @@ class Loader:
         self._kept: list[tuple[Any, torch.Tensor | None]] = []
         """Batches from `_kept_from` on, and the random state after a draw that changed it."""
         self._kept_from = 0
-        self._newest = 0
+        self._marks: deque[int] = deque([0])
+        """Where the newest steps have ended."""
 
     def __len__(self) -> int:
         return len(self._build(self._dataset, self._base))
@@ -59,10 +61,13 @@ class Loader:
         self._drawn += 1
         return batch
 
-    def mark(self) -> list[int]:
-        """A step is complete: the position where the next one begins."""
-        keep_from, self._newest = self._newest, self._drawn  # peers may be a step behind
-        if keep_from > self._kept_from:
+    def mark(self, keep: int = 2) -> list[int]:
+        """A step is complete: the position where the next one begins. `keep`: of how many steps' ends the
+        newest are, from where the batches since are kept."""
+        self._marks.append(self._drawn)
+        while len(self._marks) > keep:
+            self._marks.popleft()
+        if (keep_from := self._marks[0]) > self._kept_from:
             del self._kept[: keep_from - self._kept_from]
             self._kept_from = keep_from
         return [self._base, self._drawn]
@@ -73,7 +78,7 @@ class Loader:
         if base != self._base or not self._kept_from <= drawn <= self._kept_from + len(self._kept):
             self._base, self._kept, self._kept_from = base, [], drawn
             self._batches = None
-        self._drawn = self._newest = drawn
+        self._drawn, self._marks = drawn, deque([drawn])
 
     def close(self) -> None:
         """End the loader's processes."""
@@ -182,7 +187,7 @@ class DealtLoader:
         """A batch like those to come, which counts nowhere."""
         return self._loader.collate_fn([self._dataset[at] for at in range(self.turn)])
 
-    def mark(self) -> list[int]:
+    def mark(self, keep: int = 2) -> list[int]:
         """The dealer knows where this is."""
         return []
 
@@ -202,6 +207,8 @@ class Loaders:
 
     def __init__(self) -> None:
         self._loaders: list[Loader | DealtLoader] = []
+        self.keep = 2
+        """Steps' ends, from the newest back, to which a recovery may go."""
 
     @property
     def dealt(self) -> list[DealtLoader]:
@@ -234,7 +241,7 @@ class Loaders:
 
     def mark(self) -> list[list[int]]:
         """Positions of all, at the end of a step."""
-        return [loader.mark() for loader in self._loaders]
+        return [loader.mark(self.keep) for loader in self._loaders]
 
     def seek(self, positions: list[list[int]]) -> None:
         """Set all to what `mark` has returned."""

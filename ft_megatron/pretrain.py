@@ -178,7 +178,7 @@ class Hooks:
             self._training.maybe_finalize_async_save(blocking=True)
             loop.parts = number
             current.step_done()
-            current.commit_wait()
+            current.secure()
             return found
 
         return current.part(made, passed)
@@ -191,7 +191,8 @@ class Hooks:
         args.iteration, args.num_floating_point_operations_so_far = loop.iteration, loop.operations
         self._operations = loop.operations
         assert self._log is not None
-        self._log.doubtful = 2
+        self._log.doubtful = 2 * self._session.every
+        self.loaders.keep = self._log.doubtful
         membership, before = self._session.groups.membership, self._membership
         self._membership = membership
         changed = before != membership
@@ -298,7 +299,7 @@ class Hooks:
                 timer.start()
             # From here on a failure finds every role's state of this step safe: the job does not go back to
             # one that comes before its newest checkpoint, and does not leave there if it leaves after this.
-            current.commit_wait()
+            current.secure()
             torch.distributed.barrier()
             if self._saved_in != current.epoch:
                 self._saved_in = current.epoch

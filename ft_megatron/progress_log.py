@@ -37,8 +37,8 @@ class ProgressLog:
         line: Megatron has brought it to the host for that, and at no other time is it asked for."""
         self._printed_before, self._is_last = printed_before, is_last
         self.doubtful = 2
-        """For how many steps what comes now may have been written by another worker: those of the version
-        that it was restored to, and of the next, which is the newest that anyone can have finished."""
+        """For how many steps what comes now may have been written by another worker: that of the version that
+        it was restored to, and those up to the newest that anyone can have finished."""
         self._printed: set[str] = set()
         self._written: set[tuple[str, int]] = set()
         self._key = self._last = ""

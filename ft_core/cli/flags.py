@@ -221,6 +221,14 @@ def parser() -> Parser:
         "shards of the optimizer, where they are known to",
     )
     f.add_argument(
+        "--ft-every",
+        type=_ready,
+        metavar="auto|N",
+        default=None,
+        help="a version is protected every N steps, and at most 2N - 1 finished ones are done again. auto (the "
+        "default): 1 as long as copies keep up, else as few as let no step wait for them",
+    )
+    f.add_argument(
         "--ft-domain",
         default="",
         help="failure domain of this node, such as rack7; of several levels the widest first, row2/rack7; a "
@@ -463,6 +471,7 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
         "durable_dir": str(Path(durable).resolve()) if durable else durable,
         "durable_interval": args.ft_durable_interval,
         "stages": args.ft_pipeline_stages,
+        "every": args.ft_every,
     }
     return {name: value for name, value in found.items() if value is not None}
 

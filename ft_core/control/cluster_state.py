@@ -159,6 +159,8 @@ class ClusterState:
     """The newest version that was ever reached when something failed: what is newer is progress."""
     ledger_through: int = 0
     """The newest step that the ledger of samples has."""
+    every: int = 1
+    """Steps from a version that is protected to the next, as long as no number is given."""
 
     def __post_init__(self) -> None:
         self.strikes = Strikes(self.settings.strikes, 60 * self.settings.strike_minutes)
@@ -347,6 +349,7 @@ class ClusterState:
             state.progress_mark,
         )
         self.escalation_level, self.furthest_step = state.escalation_level, state.furthest_step
+        self.every = state.every
         self.groups.restore(state.groups)
         self.plan, self.epoch = state, max(self.epoch, state.epoch)
         for node in self.nodes.values():
@@ -376,6 +379,12 @@ class ClusterState:
     def seen_at(self, versions: Iterable[int]) -> None:
         """Some role has, or had, these."""
         self.newest_seen = max([self.newest_seen, *versions])
+
+    @property
+    def redone(self) -> int:
+        """The most finished steps that are done again while copies cover what is lost: see
+        docs/recovery_rule.md."""
+        return 2 * self.settings.period(self.plan.every if self.plan is not None else self.every) - 1
 
     @property
     def trained(self) -> bool:

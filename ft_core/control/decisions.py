@@ -187,7 +187,7 @@ class Decisions:
         begun = cluster.initial_version is not None or self._recovery.plan_was_inherited
         unknown = begun and nobody
         if isinstance(outcome, NextEpoch):
-            older = outcome.version is None or outcome.version < cluster.newest_seen - 1
+            older = outcome.version is None or outcome.version < cluster.newest_seen - cluster.redone
             bad = (cluster.trained and older) or (unknown and outcome.origin != "memory")
         elif isinstance(outcome, NotEnoughWorkers):
             bad = False  # of workers: what the policy says

@@ -370,8 +370,9 @@ class EpochExecutor:
     def _worker_plan(self, plan: m.NodePlan) -> m.WorkerPlan:
         """What roles must know. By the settings of now: the script may have brought some since the plan was
         made."""
+        about = {name: getattr(plan, name) for name in m.EpochStart.__struct_fields__}
         return m.WorkerPlan(
-            **{name: getattr(plan, name) for name in m.EpochStart.__struct_fields__},
+            **{**about, "every": self.settings.period(plan.every)},
             completed=plan.completed,
             membership=plan.groups.membership,
             policy=self.settings.policy,

@@ -344,6 +344,8 @@ class NodeShell:
                 self.replicator.cancel()
             case e.UsePlan(plan):
                 self._begin_epoch(plan.epoch)
+                replicas = self.store.replicas
+                replicas.every = max(replicas.every, self.settings.period(plan.every))
                 self.replicator.begin(plan)
                 self.ready.use(self.node, plan)
                 self._tasks.spawn(self._rack_loss.tell(plan, self.settings))

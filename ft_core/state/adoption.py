@@ -91,6 +91,11 @@ class Snapshots:
         self._of = kept
         return frozenset(kept)
 
+    def note(self, version: int) -> None:
+        """Everything is `version`; see `Snapshotter.note`."""
+        for _, snapshotter in self._of.values():
+            snapshotter.note(version)
+
     def stage(self, version: int) -> None:
         """Begin to copy everything as `version`; see `Snapshotter.stage`."""
         for _, snapshotter in self._of.values():

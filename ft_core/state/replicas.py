@@ -57,11 +57,12 @@ class ReplicaStore:
     """A `transport_server.SegmentStore` in this agent's memory. Thread-safe.
 
     `epoch` is set by the agent when a new epoch begins: pushes begun in an older one are refused from then
-    on, also at their commit. Set it before `drop_after`.
+    on, also at their commit. Set it before `drop_after`. `every`: steps from a protected version to the next,
+    or more.
     """
 
     def __init__(self, epoch: int = 0) -> None:
-        self.epoch = epoch
+        self.epoch, self.every = epoch, 1
         self._lock = threading.Lock()
         self._slots: dict[str, tuple[_Slot, _Slot]] = {}
 
@@ -173,11 +174,11 @@ class ReplicaStore:
     def _drop_useless(self, version: int) -> None:
         """Give the memory of segments back that are replicated elsewhere by now, since places have changed.
 
-        Who sends `version` has passed the barrier of the step before it: no role needs one older than that
-        any more. One more is left for a copy that turns out to be corrupt.
+        Who sends `version` has passed the barrier of its step: no role needs one older than the version
+        before it any more. One more is left for a copy that turns out to be corrupt.
         """
         for name, slots in list(self._slots.items()):
-            if all(slot.version < version - 2 and slot.state is not _State.WRITING for slot in slots):
+            if all(slot.version < version - 2 * self.every and slot.state is not _State.WRITING for slot in slots):
                 del self._slots[name]
 
 

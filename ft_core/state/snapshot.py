@@ -83,25 +83,35 @@ class Snapshotter:
         self._thread = ThreadPoolExecutor(1, "ft-d2h")
         self._staging: Future[None] | None = None
         self._live: _Live | None = None
+        self._noted: list[StateTensor] = []
+        """Of the live version: what `stage` copies."""
         self._room = 0
         """Bytes that the envelope has in the layout."""
         self._rows: list[_Row] = []
         self._layout: list[Segment] = []
         self._copies = DeviceCopies()
 
-    def stage(self, version: int) -> None:
-        """Begin to copy the state as version `version`; it must not change until `wait` or the commit.
-
-        Volatile tensors and the envelope are copied before this returns. State on a GPU is what the current
-        stream makes of it, and what other streams do that the current one waits for.
-        """
-        self.wait()
+    def note(self, version: int) -> None:
+        """The state is version `version`: note what of it may change before the next optimizer step, which is
+        the volatile tensors and the envelope. A version need not be staged."""
         data = envelope.encode(envelope.sign(self._state.envelope(), self._maker), self._room)
         self._room = len(data)
         small = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         tensors = [StateTensor(ENVELOPE, small, self._state.envelope_holders()), *self._state.tensors()]
         tensors = [replace(t, tensor=t.tensor.detach().clone()) if t.volatile else t for t in tensors]
         self._live = _Live(version, data, {t.name: t.tensor for t in tensors if t.volatile})
+        self._noted = tensors
+
+    def stage(self, version: int) -> None:
+        """Begin to copy the state as version `version`; it must not change until `wait` or the commit.
+
+        What `note` notes is as it was then, if it was called. State on a GPU is what the current stream makes
+        of it, and what other streams do that the current one waits for.
+        """
+        self.wait()
+        if not self._noted or self._live is None or self._live.version != version:
+            self.note(version)
+        tensors, self._noted = self._noted, []
         with torch._C.DisableTorchFunction():  # what the script has for functions is not for these
             device, segments = _device_of(tensors), self._segments(tensors)
         buffer = self._buffer_for(segments)
@@ -170,8 +180,8 @@ class Snapshotter:
         return envelope.checked(envelope.decode(data), self._maker, version)
 
     def step_begins(self) -> None:
-        """From here on the framework's state is no version's, until the next is staged or one is loaded."""
-        self._live = None
+        """From here on the framework's state is no version's, until the next is noted or one is loaded."""
+        self._live, self._noted = None, []
 
     def _segments(self, tensors: Sequence[StateTensor]) -> list[Segment]:
         """Those of the step before, unless it had other tensors."""

@@ -111,8 +111,8 @@ class NodeStore:
                     memory.slots = [None, None]
         give_up(given_up)
 
-    def envelope(self, role: int) -> bytes:
-        """The envelope of the role's newest version here. Raises FtError if there is none."""
+    def envelope(self, role: int) -> tuple[int, bytes]:
+        """The role's newest version here, and its envelope. Raises FtError if there is none."""
         with self._lock:
             memory = self.roles.get(role, RoleMemory())  # to ask for it must not make it
         for version in reversed(memory.versions()):
@@ -124,7 +124,7 @@ class NodeStore:
                     if item.name == ENVELOPE:
                         data = bytes(buffer.data(index)[item.offset : item.offset + item.nbytes])
                         if buffer.version == version:  # and was not written to meanwhile
-                            return data
+                            return version, data
         raise FtError(f"no version of role {role} is here")
 
     def buffers(self) -> int:

@@ -78,7 +78,8 @@ class Loop:
         if newcomer:
             # A worker that takes a role over may find a step complete whose line nobody has logged.
             self.inherited = result
-            self._newest, self._doubtful = self.step, self.step + 1
+            assert self._session is not None
+            self._newest, self._doubtful = self.step, self.step + 2 * self._session.every - 1
         return newcomer
 
     def _has_done(self) -> None:

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from ft_core.process.transitions import follow
 from ft_core.protocol import messages as m
+from ft_core.settings import AUTO
 from ft_core.worker.events import (
     AbortBefore,
     AgentGone,
@@ -75,7 +76,7 @@ HOLD_LIMIT = 2.0
 NEVER = sys.maxsize
 """No version is that new."""
 _NO_HOLD = m.PauseAfterStep(0, 0)
-_IN_PLANS = ("policy", "lr_intervention", "snapshot")
+_IN_PLANS = ("policy", "lr_intervention", "snapshot", "every")
 """Settings that a plan tells its workers."""
 
 
@@ -183,7 +184,7 @@ class WorkerMachine:
                     self._go(Unprotected())
                 self._say(m.Unprotected(self.role, reason, so_far))
             case SettingsBrought(settings):
-                values = {name: settings[name] for name in _IN_PLANS if name in settings}
+                values = {name: settings[name] for name in _IN_PLANS if settings.get(name, AUTO) != AUTO}
                 self.plan = replace(self.plan, **values)
             case Suspects(reason, by_link):
                 self._say(m.Suspect(self.epoch, self.role, reason, by_link))

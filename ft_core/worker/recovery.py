@@ -63,6 +63,11 @@ class Recovery:
         self.calls = KeepCalls(adapter)
         self.pause = Pause()
         """From the end of an epoch to the end of the next one's first step."""
+        self.newest = self.oldest = 0
+        """The version that was staged last, or loaded; and the oldest that a recovery may go back to, as all
+        roles had committed it before the newest was staged."""
+        self._base = 0
+        """The version that the epoch went on from."""
         self.left = 0
         """Parts of its script that this worker has left, and cannot go back to."""
         self._begun = False
@@ -164,6 +169,15 @@ class Recovery:
         else:
             self._shell.check_epoch()
 
+    def protects(self, version: int) -> bool:
+        """Whether that version is one of those that are protected: the same on all roles."""
+        return (version - self._base) % self._shell.machine.plan.every == 0
+
+    def stage(self, version: int) -> None:
+        """Begin to copy the state: all roles have committed the newest version before this one."""
+        self.oldest, self.newest = self.newest, version
+        self.snapshots.stage(version)
+
     def hold(self) -> None:
         """A replica group comes back: wait for that here, where nothing is under way that would be lost."""
         self.pause.begin()
@@ -191,6 +205,8 @@ class Recovery:
         if not loaded:
             self.snapshots.stage(shell.version)
         self._begun = True
+        self._base = self.newest = shell.version
+        self.oldest = min(self.oldest, self.newest)
         shell.is_at(shell.version)
         self.step_began = time.monotonic_ns()
         shell.handle(e.Loaded(shell.version, loaded))

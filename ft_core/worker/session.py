@@ -15,6 +15,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+import torch.distributed as dist
+
 from ft_core.adapter import Adapter
 from ft_core.comm.collectives import FtProcessGroup
 from ft_core.comm.process_group import Communicators
@@ -101,6 +103,16 @@ class Session:
     def version(self) -> int:
         """How many steps the state of this role has seen."""
         return self._shell.version
+
+    @property
+    def every(self) -> int:
+        """A version is protected every so many steps."""
+        return self._plan.every
+
+    @property
+    def oldest_version(self) -> int:
+        """No recovery goes further back, as far as this role knows."""
+        return self._protected.oldest
 
     @property
     def has_advanced(self) -> bool:
@@ -321,19 +333,42 @@ class Session:
         self._shell.handle(e.RunsUnprotected(reason, so_far=True))
 
     def commit_wait(self) -> None:
-        """Wait until this version is staged here and verified at the nodes that keep copies of it (DeadPool,
-        section VI-A).
+        """Wait until the newest protected version is staged here and verified at the nodes that keep copies
+        of it (DeadPool, section VI-A).
 
         Called in each step before this role contributes to the barrier, which is any collective that cannot
-        end before all roles have entered it; see docs/recovery_rule.md for why not after it. Raises
-        EpochChanged when a failure comes first.
+        end before all roles have entered it; see docs/recovery_rule.md for why not after it. Where a version
+        is protected every N steps, copies have until the step that makes the next: in others only the copy
+        here is waited for, as the optimizer would change what it is made of. Raises EpochChanged when a
+        failure comes first.
         """
         if self._recovery is None:  # a rehearsal
             return
+        if self._recovery.protects(self._shell.version + 1):
+            self._await_commit()
+        else:
+            self._recovery.snapshots.wait()
+            self._shell.check_epoch()
+
+    def secure(self) -> None:
+        """Have this version protected, whichever are, and wait until it is: what the script does next must
+        not be undone. Every role calls it at the same place between two steps. Raises EpochChanged."""
+        if (recovery := self._recovery) is None:
+            return
+        if recovery.newest != self._shell.version:
+            self._await_commit()
+            dist.barrier()  # all have: the version before that may be overwritten
+            self.exchanged()
+            recovery.stage(self._shell.version)
+        self._await_commit()
+
+    def _await_commit(self) -> None:
+        """Of the newest version that was staged."""
         started = time.monotonic_ns()
         pause = 20e-6
-        shell, snapshots = self._shell, self._recovery.snapshots
-        while self._control[Word.COMMITTED] < shell.version:
+        shell, recovery = self._shell, self._protected
+        snapshots = recovery.snapshots
+        while self._control[Word.COMMITTED] < recovery.newest:
             shell.check_epoch()
             if (failure := snapshots.failed) is not None:
                 raise failure
@@ -357,7 +392,8 @@ class Session:
         self.point("optimizer")
 
     def step_done(self, dealt: m.Dealt | None = None) -> None:
-        """The step is complete on this role: its state is a new version, which is staged at once.
+        """The step is complete on this role: its state is a new version, which is staged at once if it is one
+        that is protected.
 
         Copying goes on behind the next forward pass. `dealt`: for the ledger, the samples of the step (see
         `ft_core.elastic.rules.Deal.ledger_entry`), with policy `shrink` only. One role of each replica group
@@ -378,10 +414,14 @@ class Session:
             timeline.end(self.role, machine.epoch)
         if machine.reports_step:
             shell.handle(e.StepDone(shell.version))
-        recovery.snapshots.stage(shell.version)
+        protects = recovery.protects(shell.version)
+        if protects:
+            recovery.stage(shell.version)
+        else:
+            recovery.snapshots.note(shell.version)
         if dealt is not None and self.groups.elastic:
             self.groups.trained(dealt)
-        if shell.version >= machine.hold_at:
+        if protects and shell.version >= machine.hold_at:  # nothing is done again
             recovery.hold()
 
     def tell_loss(self, loss: float) -> None:

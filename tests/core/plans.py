@@ -33,6 +33,7 @@ def worker_plan(epoch: int = 1, **more: Any) -> m.WorkerPlan:
         snapshot="lean",
         began_with=m.BeganWith(2, 1, 2),
         ledger_through=0,
+        every=1,
     )
     if "absent" in more:
         more["counterparts"] = compact.counterparts(more.pop("absent"))
@@ -69,6 +70,7 @@ def job_plan(roles: dict[int, str], epoch: int = 1, **more: Any) -> m.Plan:
         escalation_level=0,
         furthest_step=0,
         ledger_through=0,
+        every=1,
         started_from=(None, "initial"),
     )
     return msgspec.structs.replace(found, **more)

@@ -17,7 +17,7 @@ from ft_core.control.observe.recorded import EVENTS
 from ft_core.elastic.rules import Deal, tellers
 from ft_core.protocol import messages as m
 from ft_core.protocol.goodput import Spent
-from ft_core.settings import Command, Settings
+from ft_core.settings import AUTO, Command, Settings
 from ft_core.state import durable
 from ft_core.worker.states import Holding
 
@@ -76,6 +76,8 @@ class Shape:
     """Of what all roles hold no copies are made: all together derive it from what each has alone."""
     drains: bool = False
     """Nodes are taken out of it."""
+    every: int = AUTO
+    """Steps from a version that is protected to the next."""
     ready: bool = False
     """Standbys start roles ahead of need."""
     relays: bool = False
@@ -122,6 +124,7 @@ class SimJob:
             "replicas": shape.replicas,
             "policy": shape.policy,
             "lr_intervention": "linear",
+            "every": shape.every,
             "durable_interval": shape.durable,
             "durable_dir": "/durable" if shape.durable else "",
         }
@@ -152,6 +155,10 @@ class SimJob:
         self.steps = 1 << 30
         self.step = 2.5 if shape.brief else 0.6
         """Seconds of a step's forward and backward."""
+        self.copying = 1.0
+        """How many times longer it takes to send copies."""
+        if shape.every > 1:  # faults come in several periods
+            self.step, self.copying = max(0.1, 1.2 / shape.every), world.rng.choice((1.0, 5.0, 20.0))
         self.network = Network()
         self.datagrams = world.rng.random() < 0.8
         """Whether a firewall lets any through."""
@@ -318,6 +325,11 @@ class SimJob:
             )
         if self.arbiter is not None and term < self.arbiter.term and isinstance(message, m.SharedPlan):
             self._ailed.add(node.name)  # the next leader does not know that plan, and goes on without it
+
+    @property
+    def redone(self) -> int:
+        """Finished steps that may be done again while copies cover what is lost."""
+        return 2 * max(1, self.shape.every) - 1
 
     def live(self) -> list[SimNode]:
         return [node for node in self.nodes if node.alive]
@@ -522,7 +534,7 @@ class SimJob:
     def _spared(self, name: str, controller: SimController) -> None:
         """A node is about to be replaced for a broken link: what it holds, others must hold as well."""
         seen = [node for node in self.live() if node.name in controller.machine.cluster.nodes]
-        promised = self.training.newest - 1
+        promised = self.training.newest - self.redone
         if self._held(seen) >= promised > self._held([node for node in seen if node.name != name]):
             raise Invariant.LINKS.broken(
                 f"{name} is replaced for a broken link, and holds what nobody else does"
@@ -530,7 +542,7 @@ class SimJob:
 
     def _held(self, nodes: list[SimNode]) -> int:
         """The newest version of which all state is in the memory of these; -1: there is none."""
-        versions = range(max(0, self.training.newest - 1), self.training.newest + 1)
+        versions = range(max(0, self.training.newest - self.redone), self.training.newest + 1)
         whole = (
             version
             for version in versions
@@ -616,9 +628,9 @@ class SimJob:
         restarts, self.restarts = self.restarts, False
         covered = len(lost) <= self.shape.replicas and not self._newest_is_damaged
         if restarts:
-            self.beyond |= version < training.newest - 1
+            self.beyond |= version < training.newest - self.redone
             training.least = min(training.least, version)
-        elif training.newest - version > 1 and covered:
+        elif training.newest - version > self.redone and covered:
             raise Invariant.NOTHING_LOST.broken(
                 f"epoch {event.epoch} goes on from version {version}, and version {training.newest} was "
                 f"there; lost: {sorted(lost) or 'nothing'}",
@@ -634,7 +646,7 @@ class SimJob:
         )
         if self._promised in self.storage.complete() and settled and not (restarts and self.diverges):
             promised = durable.version_of(self._promised)
-            if version < (promised if content is not None else min(promised, training.newest - 1)):
+            if version < (promised if content is not None else min(promised, training.newest - self.redone)):
                 raise Invariant.NEWEST.broken(
                     f"epoch {event.epoch} goes on from version {version}, version {training.newest} was "
                     f"there, and {self._promised} is complete",

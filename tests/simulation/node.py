@@ -473,7 +473,7 @@ class SimNode(Process):
                 self.later(0.01, lambda: self._push(wanted, [], 0, f"{name} is in another epoch"))
                 return
             slot = other.store.push_begins(segment.id, segment.holders, (wanted.version, content))
-            seconds = self.world.rng.random() * _TRANSFER
+            seconds = self.world.rng.random() * _TRANSFER * self.job.copying
             if slot is None:
                 self.later(0.001, done)
             else:

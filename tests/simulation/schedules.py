@@ -49,16 +49,21 @@ LADDER = 11 * 10**7
 anew, and its script may never do the same again."""
 RELAYS = 10**9
 """Seeds from this on, or as far below 0, are of jobs in which some nodes speak for others."""
+EVERY = 2 * 10**9
+"""From this on, counted from here, they are of jobs in which not each version is protected."""
 
 
 def simulate(seed: int, world: World | None = None) -> Outcome:
     """Run one schedule. Raises Violation. A negative seed is of a job whose leader is elected."""
     rng = Random(seed)
-    drains, ready = abs(seed) % RELAYS >= DRAINS, abs(seed) % DRAINS >= READY
-    found = replace(shape(rng), elects=seed < 0, relays=abs(seed) >= RELAYS, drains=drains, ready=ready)
+    size = abs(seed) % EVERY
+    drains, ready = size % RELAYS >= DRAINS, abs(seed) % DRAINS >= READY
+    found = replace(shape(rng), elects=seed < 0, relays=size >= RELAYS, drains=drains, ready=ready)
     found = replace(found, derives=abs(seed) % READY >= DERIVES and (found.groups == 1 or found.adopts))
     if abs(seed) % DERIVES >= LADDER:
         found = replace(found, restarts=1 + abs(seed) % 3)
+    if abs(seed) >= EVERY and found.policy != "shrink":
+        found = replace(found, every=2 + size % 7)
     if drains:
         found = replace(found, spares=found.spares + rng.choice((0, 1, 1, 2)))
     job = SimJob(world or World(seed), found)

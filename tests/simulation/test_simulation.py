@@ -11,7 +11,7 @@ import pytest
 from . import node
 from .__main__ import failure, failures
 from .mutations import DERIVED, DRAINED, ELECTED, LADDERS, MUTATIONS, READY_MADE
-from .schedules import DERIVES, DRAINS, LADDER, READY, RELAYS, simulate
+from .schedules import DERIVES, DRAINS, EVERY, LADDER, READY, RELAYS, simulate
 
 SCHEDULES = int(os.environ.get("SCHEDULES", "2000"))
 FAILED_ONCE = {
@@ -163,6 +163,7 @@ STARTS = {
     "standbys that start roles ahead of need": (READY, DRAINS + READY, RELAYS + READY, -READY - FEW),
     "the rest is derived": (DERIVES, DRAINS + READY + DERIVES, RELAYS + DERIVES, -DERIVES - FEW),
     "roles begin anew": (LADDER, -LADDER - FEW),
+    "not each version is protected": (EVERY, EVERY + DRAINS, -EVERY - READY - FEW, EVERY + LADDER),
 }
 """The first seeds of kinds of schedules: `FEW` from each are tried."""
 

@@ -74,6 +74,8 @@ class SimWorker(Process):
 
     barrier_first = False
     """Wait for the commit after the barrier instead of before it: a mutation."""
+    secures_together = True
+    """False, as a mutation: a version that is protected out of turn overwrites one that others may need."""
     survivors_derive = True
     """False, as a mutation: they take part, and keep the weights that they have."""
 
@@ -106,6 +108,8 @@ class SimWorker(Process):
         """What was said to the settings that it brings: empty if they are used."""
         self._left = 0
         """Parts of its script that it has left."""
+        self.newest = self.oldest = self._base = 0
+        """As `ft_core.worker.recovery`: the versions that are protected."""
         self._began = self._covered = 0
         """The version that its script began with, and that from which on it can make its steps again."""
         self._wait: Until | None = None
@@ -388,14 +392,16 @@ class SimWorker(Process):
             raise Invariant.PARTS.broken(f"a part is done, and role {self.role} is at version {self.version}")
         self.deal = Deal.from_json(self.training.deals[self.content])
         self._fill_the_ledger()
+        self._base = self.newest = self.version
+        self.oldest = min(self.oldest, self.newest)
         if not loaded:
-            yield from self._stage()
+            yield from self._copy()
         self.words.version = self.words.tag = self.version
         self.tell(ev.Loaded(self.version, loaded))
         job.achieved.add(("state_restored", self.epoch, self.role))
         if job.shape.loads == "each" and self.version < self._covered:
             yield from self._replace()
-        self._covered = max(self._covered, self.version - 1)
+        self._covered = max(self._covered, self.oldest)
 
     def _replace(self) -> Thread:
         """As `Session.replace_worker`."""
@@ -414,7 +420,7 @@ class SimWorker(Process):
         while self.machine.parts < number and self.version < (job.steps if end is None else end):
             yield from self._step()
         if end is not None:
-            yield Until(lambda: self.words.committed >= self.version)
+            yield from self._secure()
         yield Until(lambda: self._copying == 0)
         self.tell(ev.PartDone(number, self.version, last=end is None))
         yield from self._while(AtEnd)
@@ -452,7 +458,7 @@ class SimWorker(Process):
         if job.errors.due(self):
             yield from self._raise()
         if not self.barrier_first:
-            yield Until(lambda: self.words.committed >= self.version)
+            yield from self._commit_wait()
         if job.errors.strays(self):
             yield from self._together("stray", 3 * 10**6 + self.version)
         exchange = self.training.join(self, "step", self.version, self.members)
@@ -460,7 +466,7 @@ class SimWorker(Process):
         if self.pending > self.epoch:
             raise EpochChanged
         if self.barrier_first:
-            yield Until(lambda: self.words.committed >= self.version)
+            yield from self._commit_wait()
         self.words.tag = -1
         self.weights = None
         yield from self._sleep(self._some(0.02), False)
@@ -470,7 +476,6 @@ class SimWorker(Process):
         self.weights = self.content = after(self.content, self.epoch, step, trained)
         self.training.deals[self.content] = self.deal.to_json()
         self.version = step
-        self._covered = max(self._covered, step - 1)
         self.words.version = self.words.tag = self.version
         self.training.stepped(self, trained)
         job.achieved.add(("resumed", self.epoch, self.role))
@@ -480,7 +485,8 @@ class SimWorker(Process):
         if poisoned:
             self.node.end_worker(self, -11)
             yield Until(lambda: False, False)
-        yield from self._stage()
+        if self._protects(step):
+            yield from self._stage()
         if job.tells(self.role, self.membership.taking_part(step)):
             dealt = {group: list(ranges) for group, ranges in trained.items()}
             waiting = [(first, start, end) for first, start, end in self.deal.waiting]
@@ -501,14 +507,14 @@ class SimWorker(Process):
 
     def _save(self) -> Thread:
         """A checkpoint of the script's own: nobody begins beyond what all go back to (`Resumption`)."""
-        yield Until(lambda: self.words.committed >= self.version)
+        yield from self._secure()
         exchange = self.training.join(self, "save", self.version, self.members)
         yield Until(lambda: exchange.complete)
         self.node.job.saved = self.version, self.content
 
     def _hold(self) -> Thread:
         """A replica group comes back: wait for that."""
-        if self.version < self.machine.hold_at:
+        if self.version < self.machine.hold_at or not self._protects(self.version):
             return
         self.tell(ev.StepSafe(self.version))
         if (due := self.machine.deadline) is not None:
@@ -519,7 +525,32 @@ class SimWorker(Process):
         self.tell(ev.Tick())
         self.pump()
 
+    def _protects(self, version: int) -> bool:
+        return (version - self._base) % self.plan.every == 0
+
+    def _commit_wait(self) -> Thread:
+        """As `Session.commit_wait`."""
+        if self._protects(self.version + 1):
+            yield Until(lambda: self.words.committed >= self.newest)
+        else:
+            yield Until(lambda: self._copying == 0)
+
+    def _secure(self) -> Thread:
+        """As `Session.secure`."""
+        if self.newest != self.version:
+            yield Until(lambda: self.words.committed >= self.newest)
+            if self.secures_together:
+                yield from self._together("secure", 4 * 10**6 + self.version)
+            yield from self._stage()
+        yield Until(lambda: self.words.committed >= self.version)
+
     def _stage(self) -> Thread:
+        """Protect this version."""
+        self.oldest, self.newest = self.newest, self.version
+        self._covered = max(self._covered, self.oldest)
+        yield from self._copy()
+
+    def _copy(self) -> Thread:
         """Begin to copy the state, and what was adopted; the next step goes on meanwhile."""
         yield Until(lambda: self._copying == 0, False)
         for role in self.held:

@@ -167,8 +167,8 @@ def _as_of_beats(node: Node, cluster: ClusterState) -> NodeReport:
 
 
 def older_than_promised(cluster: ClusterState, version: int | None) -> bool:
-    """Whether more than one finished step would be done again."""
-    return cluster.initial_version is not None and (version or 0) < cluster.newest_seen - 1
+    """Whether more finished steps would be done again than copies allow for."""
+    return cluster.initial_version is not None and (version or 0) < cluster.newest_seen - cluster.redone
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ def make(cluster: ClusterState, start: NextEpoch, name: str, job: str) -> Plan:
         # A job does not tell what was trained before a durable checkpoint: that may be another job's.
         ledger_through=min(cluster.ledger_through, version) if start.origin == "memory" else version,
         started_from=cluster.started_from,
+        every=cluster.settings.period(cluster.every),
     )
 
 

@@ -58,8 +58,9 @@ class Inquiries:
                 answer = self._from_worker(replace(question, id=next(self._numbers)))
                 if isinstance(answer, m.StartupEntries):
                     return answer
-                envelope = self._store.envelope(question.holder).decode()
-                return m.ProgressFound(answer.id, answer.version, answer.counts, envelope)
+                version, envelope = self._store.envelope(question.holder)
+                version = min(answer.version, version + 1)  # where not each is protected
+                return m.ProgressFound(answer.id, version, answer.counts, envelope.decode())
             case t.AskAlive():
                 return t.Alive(self._stalled())
 

@@ -102,8 +102,8 @@ class Copies:
     ) -> list[Effect]:
         """A role's version is safe: write it, if it is one of those that are to be written."""
         interval, role = settings.durable_interval, worker.role
-        if not interval or version % interval:
-            return []
+        if not interval or version % interval >= settings.period(plan.every):
+            return []  # nor was any step before it, down to the version before this one
         if (plan.origin, plan.version) == ("durable", version):
             return []  # it is there
         if (earlier := self._writing.get(role)) is not None:  # each is one more copy of the state in memory

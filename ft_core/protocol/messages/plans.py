@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 from types import MappingProxyType
+from typing import Annotated
+
+from msgspec import Meta
 
 from ft_core.protocol.groups import parse, roles_in
 from ft_core.protocol.messages.values import (
@@ -66,6 +69,8 @@ class EpochStart(Value, frozen=True):
     newcomers: list[Role]
     ledger_through: Version
     """The newest step that the ledger has."""
+    every: Annotated[int, Meta(ge=1, le=1 << 20)]
+    """Steps from a version that is protected to the next, from the epoch's own on."""
 
     @property
     def absent(self) -> Mapping[Role, Role]:

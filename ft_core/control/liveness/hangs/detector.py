@@ -352,11 +352,11 @@ def _starting(cluster: ClusterState, progress: Progress) -> set[int]:
 
 
 def _held_up(cluster: ClusterState, progress: Progress) -> list[int]:
-    """Roles whose newest state is whole on their node, and not yet safe elsewhere. Who is still without the
+    """Roles whose newest version is whole on their node, and not yet safe elsewhere. Who is still without the
     state of this epoch has nothing that could be: it waits for its own."""
     beats = ((role, beat) for node in cluster.nodes.values() for role, beat in node.beats.items())
     there = progress.restored
-    return [r for r, beat in beats if r in there and beat.step in beat.held and beat.committed < beat.step]
+    return [r for r, beat in beats if r in there and beat.held and beat.committed < max(beat.held)]
 
 
 def _moments(logs: Iterable[FlightLog]) -> tuple[object, ...]:
