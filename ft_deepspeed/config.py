@@ -77,7 +77,15 @@ class FaultTolerance(_Strict):
         Only what the section says: for the rest the flags of `ftrun` hold, and their defaults.
         """
         found = self.model_dump(
-            include={"replicas", "spares", "policy", "lr_intervention", "ready_standbys", "snapshot", "every"},
+            include={
+                "replicas",
+                "spares",
+                "policy",
+                "lr_intervention",
+                "ready_standbys",
+                "snapshot",
+                "every",
+            },
             exclude_unset=True,
         )
         if self.durable is not None:

@@ -225,8 +225,8 @@ def parser() -> Parser:
         type=_ready,
         metavar="auto|N",
         default=None,
-        help="a version is protected every N steps, and at most 2N - 1 finished ones are done again. auto (the "
-        "default): 1 as long as copies keep up, else as few as let no step wait for them",
+        help="a version is protected every N steps, and at most 2N - 1 finished ones are done again. auto "
+        "(the default): 1 as long as copies keep up, else as few as let no step wait for them",
     )
     f.add_argument(
         "--ft-domain",

@@ -1,12 +1,15 @@
-"""Epochs that begin without a failure: roles that move off a node, and replica groups that come back.
+"""Epochs that begin without a failure: roles that move off a node, replica groups that come back, and another
+number of steps between two protected versions.
 
-Both start ahead of need (`control.prestart`), while all others train; here the job changes over to them.
+Roles start ahead of need (`control.prestart`), while all others train; here the job changes over to them.
 """
 
 from __future__ import annotations
 
 from ft_core.control.events import Peer
+from ft_core.control.period import TRIES, ProtectionPeriod
 from ft_core.control.phases import Running
+from ft_core.control.prestart.stop import Stop, release
 from ft_core.control.recovery import RecoveryCoordinator
 from ft_core.protocol.messages import NodeName
 
@@ -16,6 +19,7 @@ class Changeovers:
 
     def __init__(self, recovery: RecoveryCoordinator) -> None:
         self._recovery, self._cluster, self._out = recovery, recovery.cluster, recovery.out
+        self._period = ProtectionPeriod()
 
     def drain(self, peer: Peer, node: NodeName) -> None:
         """Somebody wants a node out."""
@@ -41,6 +45,7 @@ class Changeovers:
                 self._out.emit(*effects)
                 if shrinks:
                     self._out.emit(*recovery.prestart.tick(cluster, now))
+                self._keep_up()
             return
         if not shrinks:
             return
@@ -49,13 +54,59 @@ class Changeovers:
         if late and restored:
             self._go_on_without(late)
 
+    def _keep_up(self) -> None:
+        """Protect versions more seldom where steps wait for copies, or more often again."""
+        cluster, recovery, period, now = self._cluster, self._recovery, self._period, self._out.now
+        if recovery.protection.unprotected or not isinstance(recovery.phase, Running):
+            return
+        stop = self._stop
+        if recovery.prestart.attempt is not None:  # the epoch that it leads to brings the change along
+            period.stop = None
+        elif stop is not None and stop.asked >= TRIES and now > stop.no_later_than:
+            cluster.every = cluster.current_plan.every
+            period.begins_anew()
+            self._out.emit(*release(cluster))
+        elif stop is not None:
+            self._out.emit(*stop.ask_again(cluster, now))
+        elif (every := period.wanted(cluster, now)) is not None:
+            cluster.every = every
+            period.stop = Stop(patient=True, unheld=set(cluster.places))
+            self._out.emit(*period.stop.ask(cluster, now))
+
+    @property
+    def _stop(self) -> Stop | None:
+        """That for another period, in the epoch under way."""
+        stop = self._period.stop
+        if stop is not None and stop.epoch != self._cluster.epoch:
+            stop = self._period.stop = None
+        return stop
+
+    def beat(self, node: NodeName) -> None:
+        """A node says how far its roles are."""
+        stop = self._stop
+        self._out.emit(*self._recovery.prestart.beat(self._cluster, node))
+        if stop is not None:
+            self._out.emit(*stop.beat(self._cluster, node))
+
+    def stopped(self, role: int) -> None:
+        """A role has stopped at the end of a step, as it was asked to."""
+        cluster, stop, now = self._cluster, self._stop, self._out.now
+        self._out.emit(*self._recovery.prestart.held(cluster, role, now))
+        if stop is not None:
+            self._out.emit(*stop.stopped(cluster, role, now))
+        self.begin_if_due()
+
     def begin_if_due(self) -> None:
         """Begin an epoch with those that are ready, once nobody would be disturbed by it."""
         recovery = self._recovery
         if not isinstance(recovery.phase, Running):
             return
+        stop = self._stop
         roles = recovery.prestart.due(self._cluster, self._out.now)
         if not roles:
+            if stop is not None and stop.due(self._out.now):
+                every = self._cluster.every
+                recovery.end_epoch("period", f"a version is protected every {every} steps", (), every=every)
             return
         attempt = recovery.prestart.attempt
         if attempt is not None and attempt.leaves:

@@ -96,11 +96,11 @@ class Controller:
         self._decisions = Decisions(self._recovery)
         self._hangs = Detector()
         self._hang_response = HangResponse(self._recovery, self._hangs)
-        self._reports = Reports(self._recovery, self._hangs)
+        self._changeovers = Changeovers(self._recovery)
+        self._reports = Reports(self._recovery, self._hangs, self._changeovers)
         self._succession = Succession(self._recovery, self._reports)
         self._worker_failures = WorkerFailures(self._recovery)
         self._node_failures = NodeFailures(self._recovery)
-        self._changeovers = Changeovers(self._recovery)
         self._termination = Termination(self._recovery, self._node_failures)
         self._script = ScriptSettings(self._recovery, self._decisions)
         self._spent = spent, ago
@@ -355,8 +355,7 @@ class Controller:
                 started = self._recovery.prestart.prepared(cluster, node.name, role, counts, running, now)
                 self._out.emit(*started)
             case m.PausedAtStep(epoch=cluster.epoch, role=role):
-                self._out.emit(*self._recovery.prestart.held(cluster, role, now))
-                self._changeovers.begin_if_due()
+                self._changeovers.stopped(role)
             case m.Unprotected():
                 self._worker_failures.runs_unprotected(message)
             case m.Suspect(epoch=epoch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from ft_core.control.changeovers import Changeovers
 from ft_core.control.cluster_state import Node, epoch_of
 from ft_core.control.lead import takeover
 from ft_core.control.liveness.hangs.detector import Detector
@@ -19,8 +20,8 @@ REPEAT = 1.0
 class Reports:
     """Takes in what the agents of one job say while all is well, or seems so."""
 
-    def __init__(self, recovery: RecoveryCoordinator, hangs: Detector) -> None:
-        self._recovery, self._hangs = recovery, hangs
+    def __init__(self, recovery: RecoveryCoordinator, hangs: Detector, changeovers: Changeovers) -> None:
+        self._recovery, self._hangs, self._changeovers = recovery, hangs, changeovers
         self._cluster, self._out = recovery.cluster, recovery.out
 
     def on_greeting(self, node: Node, known: bool) -> None:
@@ -98,8 +99,7 @@ class Reports:
         recovery.failure_detector.beat(beat.begun, newest, out.now)
         self._hangs.beat(taking_part, out.now)
         self._remind(node, beat.epoch, beat.roles.keys())
-        if recovery.prestart.attempt is not None:
-            out.emit(*recovery.prestart.beat(cluster, node.name))
+        self._changeovers.beat(node.name)
         recovery.draining.beat(node, beat)
         # Kept here, because a node that is lost takes what it said with it.
         cluster.seen_at([newest])

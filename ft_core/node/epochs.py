@@ -446,7 +446,7 @@ class EpochExecutor:
     def staged(self, worker: Worker, role: int, version: int) -> None:
         """A snapshot is whole, of the role that `worker` plays, or of one that it has adopted."""
         if self.epoch == self.begun:
-            self.do(*self._copies.staged(worker, role, version, self.epoch))
+            self.do(*self._copies.staged(worker, role, version, self.epoch, self.now))
 
     def replicated(self, event: Replicated) -> None:
         """A snapshot is wherever it must be, or could not be sent."""
@@ -454,7 +454,7 @@ class EpochExecutor:
             self.do(*self._copies.failed(event, self.now, self.settings.heartbeat / 2))
             return
         plan = self.plan
-        found = self._copies.safe(event, self.adopted_by)
+        found = self._copies.safe(event, self.adopted_by, self.now)
         if found is not None and plan is not None:
             worker, effects = found
             self.do(*effects)

@@ -178,7 +178,9 @@ class ReplicaStore:
         before it any more. One more is left for a copy that turns out to be corrupt.
         """
         for name, slots in list(self._slots.items()):
-            if all(slot.version < version - 2 * self.every and slot.state is not _State.WRITING for slot in slots):
+            if all(
+                slot.version < version - 2 * self.every and slot.state is not _State.WRITING for slot in slots
+            ):
                 del self._slots[name]
 
 

@@ -9,7 +9,8 @@ from core.test_controller_machine import Agent, ControlPlane, lose, sent
 
 from ft_core.control.events import Effect, Received
 from ft_core.control.lead import takeover
-from ft_core.control.prestart.attempts import ASK_AGAIN, ATTEMPTS
+from ft_core.control.prestart.attempts import ATTEMPTS
+from ft_core.control.prestart.stop import ASK_AGAIN
 from ft_core.protocol.messages import (
     AskRows,
     AskStatus,

@@ -524,6 +524,8 @@ def schedule(job: SimJob, rng: Random) -> float:
     count = rng.choice((2, 3, 4) if job.shape.brief else (1, 1, 2, 2, 3, 4, 6))
     span = rng.choice((2.0, 4.0, 8.0))
     at = rng.random() * (5.0 if job.shape.brief else 3.0)
+    if job.shape.slow:  # until it protects versions more seldom
+        at += rng.choice((5.0, 25.0, 35.0))
     faults = FAULTS | (STORAGE if job.shape.durable or job.shape.saves else {})
     if job.shape.brief:
         faults = LEADERS

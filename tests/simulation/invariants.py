@@ -26,7 +26,10 @@ class Invariant(Enum):
     LINKS = 9, "of a broken link one end is replaced, and none that holds what nobody else does"
     RETURN = 10, "nodes that are well come back, and replica groups"
     DURABLE = 11, "a durable checkpoint is of one past, and is gone on from only when it is complete"
-    NEWEST = 12, "of what is complete and what is in memory the job goes on from the newer, but for those steps"
+    NEWEST = (
+        12,
+        "of what is complete and what is in memory the job goes on from the newer, but for those steps",
+    )
     SETTINGS = 13, "all roles train with the same settings, and none with different or impossible ones"
     PARTS = 14, "a part of the script that is over has all its steps behind it"
     EVENTS = 15, "what an event says all roles have done, each has done in its epoch"

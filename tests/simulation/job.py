@@ -78,6 +78,8 @@ class Shape:
     """Nodes are taken out of it."""
     every: int = AUTO
     """Steps from a version that is protected to the next."""
+    slow: bool = False
+    """Copies do not keep up with the steps."""
     ready: bool = False
     """Standbys start roles ahead of need."""
     relays: bool = False
@@ -157,8 +159,12 @@ class SimJob:
         """Seconds of a step's forward and backward."""
         self.copying = 1.0
         """How many times longer it takes to send copies."""
+        self.every = max(1, shape.every)
+        """Steps from a protected version to the next, in the newest epoch that was decided on."""
         if shape.every > 1:  # faults come in several periods
             self.step, self.copying = max(0.1, 1.2 / shape.every), world.rng.choice((1.0, 5.0, 20.0))
+        elif shape.slow:
+            self.step, self.copying = 0.3, 150.0
         self.network = Network()
         self.datagrams = world.rng.random() < 0.8
         """Whether a firewall lets any through."""
@@ -329,7 +335,7 @@ class SimJob:
     @property
     def redone(self) -> int:
         """Finished steps that may be done again while copies cover what is lost."""
-        return 2 * max(1, self.shape.every) - 1
+        return 2 * self.every - 1
 
     def live(self) -> list[SimNode]:
         return [node for node in self.nodes if node.alive]
@@ -481,7 +487,7 @@ class SimJob:
             self.drained.discard(event.more["node"])
         if event.event == "drained" and (roles := cluster.roles_by_node.get(event.more["node"])):
             raise Invariant.DRAINS.broken(f"{event.more['node']} is let go, and plays roles {roles}")
-        if event.event == "moving":
+        if event.event in ("moving", "period"):
             self._moving = event.epoch
             workers = [w for node in self.live() for w in node.workers.values()]
             well = self.network.sound and not self.outcome.pauses and not controller.slept
@@ -651,6 +657,8 @@ class SimJob:
                     f"epoch {event.epoch} goes on from version {version}, version {training.newest} was "
                     f"there, and {self._promised} is complete",
                 )
+        if self.shape.every == AUTO:  # else it is what the script brings, perhaps, of which nobody knows yet
+            self.every = controller.machine.cluster.current_plan.every
         training.go_on_from(event.epoch, version, content)
 
     def ended(self, controller: SimController, code: int) -> None:

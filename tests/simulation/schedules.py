@@ -63,7 +63,8 @@ def simulate(seed: int, world: World | None = None) -> Outcome:
     if abs(seed) % DERIVES >= LADDER:
         found = replace(found, restarts=1 + abs(seed) % 3)
     if abs(seed) >= EVERY and found.policy != "shrink":
-        found = replace(found, every=2 + size % 7)
+        every = 2 + size % 8
+        found = replace(found, every=every) if every < 9 else replace(found, slow=True)
     if drains:
         found = replace(found, spares=found.spares + rng.choice((0, 1, 1, 2)))
     job = SimJob(world or World(seed), found)

@@ -149,7 +149,16 @@ class Training:
     def _check(self, epoch: int, version: int, exchange: Exchange) -> None:
         if version < self.least:
             raise Invariant.NEWEST.broken(f"step {version + 1} is done, and version {self.least} was there")
-        if len({(w.plan.policy, w.plan.lr_intervention, w.plan.every) for w in exchange.joined.values() if w.plan}) > 1:
+        if (
+            len(
+                {
+                    (w.plan.policy, w.plan.lr_intervention, w.plan.every)
+                    for w in exchange.joined.values()
+                    if w.plan
+                }
+            )
+            > 1
+        ):
             raise Invariant.SETTINGS.broken(f"the roles have different settings in step {version + 1}")
         for role, worker in exchange.joined.items():
             if worker.version != version:

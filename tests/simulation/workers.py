@@ -530,10 +530,12 @@ class SimWorker(Process):
 
     def _commit_wait(self) -> Thread:
         """As `Session.commit_wait`."""
+        since = self.world.now
         if self._protects(self.version + 1):
             yield Until(lambda: self.words.committed >= self.newest)
         else:
             yield Until(lambda: self._copying == 0)
+        self.words.waited_ns += int(1e9 * (self.world.now - since))
 
     def _secure(self) -> Thread:
         """As `Session.secure`."""

@@ -122,6 +122,9 @@ EVENTS: Mapping[str, Event] = {
         _NODE,
     ),
     "draining": Event("`ftctl drain`: a node is to be taken out. `roles`: those that it plays", _NODE),
+    "period": Event(
+        "an epoch ends for another number of steps between two protected versions", {"every": "that number"}
+    ),
     "moving": Event("an epoch ends for the roles of a drained node to go on elsewhere in the next"),
     "not_moving": Event("they could not start elsewhere, and stay; it is tried again, three times at most"),
     "drained": Event("the node plays no role, all that it kept is elsewhere, and it ends", _NODE),
@@ -131,7 +134,7 @@ EVENTS: Mapping[str, Event] = {
         "workers start while all train: of replica groups that were away, or of roles that are to leave a "
         "drained node"
     ),
-    "held": Event("those who train stop at the end of a step, for those who are ready"),
+    "held": Event("those who train stop at the end of a step, for the epoch that is about to begin"),
     "returning": Event("an epoch ends for replica groups to come back in the next"),
     "returned": Event("they take part from this epoch on"),
     "not_returning": Event("they could not come back, and leave again; it is tried once more, later"),

@@ -18,14 +18,13 @@ from ft_core.control.decide.groups import Places, by_node
 from ft_core.control.decide.plans import prepare
 from ft_core.control.decide.records import completed
 from ft_core.control.events import Effect, Record, Send
+from ft_core.control.prestart.stop import Stop, release
 from ft_core.protocol.messages import (
     Counts,
     OperationCounts,
-    PauseAfterStep,
     Prepare,
     RoleBeat,
     SendCounts,
-    SendHeartbeat,
     Withdraw,
 )
 
@@ -33,17 +32,9 @@ log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
 """Starts of a group in a row that may fail before the job goes on without it until a node joins."""
-NOTICE = 2
-"""Steps between the newest that anybody has done and the one after which all stop: enough for all to hear."""
-STEPS = 5
-"""Steps after which those who train are interrupted: they do something else (evaluation, a checkpoint)."""
 PAUSE, LONGEST_PAUSE = 5.0, 600.0
 """Seconds until the next attempt after groups came back and the epoch ended before a step did: where a link
 stays broken, or a node fails at once, the others are to train in between. Doubled each time in a row."""
-SKEW = 0.25
-"""Seconds between the first and the last role's end of a step; who takes longer has missed the request."""
-ASK_AGAIN = 2.5
-"""The same where nobody's step is to be cut off: then all are asked again, as none of them waits any more."""
 
 
 @dataclass
@@ -53,6 +44,8 @@ class PrestartAttempt:
     places: Places
     uncounted: set[int]
     """Roles that have yet to say how far their start-up's record goes."""
+    stop: Stop
+    """For which all others stop, once they are ready."""
     leaves: str = ""
     """The node that is drained, if so."""
     since: float = 0.0
@@ -64,13 +57,6 @@ class PrestartAttempt:
     """What the nodes were told that bring roles back."""
     ready: dict[int, Counts] = field(default_factory=dict)
     """Roles that wait for their state, with what they have on record."""
-    unheard: set[str] = field(default_factory=set)
-    """Nodes that have yet to say how far those who train have come."""
-    held: bool = False
-    """Whether a role that takes part has stopped at the end of a step for those who come back."""
-    unheld: set[int] = field(default_factory=set)
-    """Those that have yet to."""
-    no_later_than: float = 0.0
     _on: dict[str, list[int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -137,7 +123,7 @@ class Prestart:
         """Start the roles there. `leaves`: the node that they are to leave, if they are not away."""
         idle = {name: cluster.nodes[name].idle for name in set(places.values())} if leaves else {}
         here = set(cluster.places)
-        self.attempt = PrestartAttempt(places, set(here), leaves, now, idle, unheld=here)
+        self.attempt = PrestartAttempt(places, here, Stop(bool(leaves), set(here)), leaves, now, idle)
         return to(cluster.nodes_with_roles(), SendCounts())
 
     def counted(self, cluster: ClusterState, message: OperationCounts) -> list[Effect]:
@@ -194,54 +180,28 @@ class Prestart:
         if attempt is None or not self.concerns(role, node) or role in attempt.ready:
             return []
         attempt.ready[role] = counts
-        return self._ask_to_stop(cluster, attempt, now) if attempt.complete and running else []
+        return attempt.stop.ask(cluster, now) if attempt.complete and running else []
 
     def ask_again(self, cluster: ClusterState, now: float) -> list[Effect]:
         """Where nobody's step is to be cut off, and not all have stopped after the same one."""
         attempt = self.attempt
-        if attempt is None or not attempt.leaves or not attempt.complete or now <= attempt.no_later_than:
-            return []
-        attempt.held, attempt.unheld = False, set(cluster.places)
-        return self._ask_to_stop(cluster, attempt, now)
-
-    def _ask_to_stop(self, cluster: ClusterState, attempt: PrestartAttempt, now: float) -> list[Effect]:
-        # A step that is cut off is done again: the others are asked to stop where one of theirs ends,
-        # and all after the same one, which has to lie ahead of everybody.
-        longest = max((beat.step_s for beat in _beats(cluster)), default=0.0)
-        attempt.no_later_than = now + STEPS * longest + 1
-        attempt.unheard = {node.name for node in cluster.nodes_with_roles()}
-        return to(cluster.nodes_with_roles(), SendHeartbeat())
+        return [] if attempt is None or not attempt.complete else attempt.stop.ask_again(cluster, now)
 
     def beat(self, cluster: ClusterState, node: str) -> list[Effect]:
         """A node's heartbeat says how far its roles have come."""
-        attempt = self.attempt
-        if attempt is None or node not in attempt.unheard:
-            return []
-        attempt.unheard.discard(node)
-        if attempt.unheard:
-            return []
-        newest = max((beat.step for beat in _beats(cluster)), default=0)
-        return to(cluster.nodes_with_roles(), PauseAfterStep(epoch=cluster.epoch, step=newest + NOTICE))
+        return [] if self.attempt is None else self.attempt.stop.beat(cluster, node)
 
     def held(self, cluster: ClusterState, role: int, now: float) -> list[Effect]:
         """A role that takes part has stopped at the end of its step. So do all, or hardly later."""
         attempt = self.attempt
-        if attempt is None or not attempt.complete:
-            return []
-        attempt.unheld.discard(role)
-        if attempt.held:
-            return []
-        attempt.held = True
-        attempt.no_later_than = now + (ASK_AGAIN if attempt.leaves else SKEW)
-        return [Record("held", cluster.epoch, "the others stop at the end of a step", (role,))]
+        return [] if attempt is None or not attempt.complete else attempt.stop.stopped(cluster, role, now)
 
     def due(self, cluster: ClusterState, now: float) -> list[int]:
         """The roles with which the next epoch is to begin now, since nobody would be disturbed by it."""
         attempt = self.attempt
         if attempt is None or not attempt.complete:
             return []
-        late = not attempt.leaves and now > attempt.no_later_than  # INV-23 (drains): all have stopped
-        return sorted(attempt.places) if not attempt.unheld or late else []
+        return sorted(attempt.places) if attempt.stop.due(now) else []
 
     def places(self) -> Places:
         """Where the newcomers are that can take part in the next epoch."""
@@ -275,7 +235,7 @@ class Prestart:
         self.attempt, self._emptied = None, attempt.idle
         return [
             Record(event, cluster.epoch, reason, tuple(sorted(attempt.places))),
-            *to(cluster.nodes_with_roles(), PauseAfterStep(epoch=0, step=0)),
+            *release(cluster),
             *_withdraw(cluster, attempt.places),
         ]
 
@@ -337,8 +297,3 @@ def _withdraw(cluster: ClusterState, places: Places) -> list[Effect]:
         for name, roles in sorted(by_node(places).items())
         if name in cluster.nodes
     ]
-
-
-def _beats(cluster: ClusterState) -> list[RoleBeat]:
-    """What the heartbeats say of those who train."""
-    return [beat for node in cluster.nodes_with_roles() for beat in node.beats.values()]

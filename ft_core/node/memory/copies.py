@@ -31,6 +31,7 @@ class _Copying:
     """One snapshot on its way."""
 
     worker: Worker
+    since: float
     failures: int = 0
     again: float | None = None
     """When it is tried again; None while it is being tried."""
@@ -49,10 +50,10 @@ class Copies:
         """What is not safe by now is of a past that may be done again."""
         self._copying.clear()
 
-    def staged(self, worker: Worker, role: int, version: m.Version, epoch: int) -> list[Effect]:
+    def staged(self, worker: Worker, role: int, version: m.Version, epoch: int, now: float) -> list[Effect]:
         """A snapshot is whole, of the role that `worker` plays, or of one that it has adopted."""
         order = Replicate(worker.number, role, version, epoch, tuple(worker.ring))
-        self._copying[order] = _Copying(worker)
+        self._copying[order] = _Copying(worker, now)
         return [order]
 
     def tick(self, now: float) -> list[Effect]:
@@ -80,7 +81,7 @@ class Copies:
         return []
 
     def safe(
-        self, event: Replicated, adopted: Callable[[int], list[int]]
+        self, event: Replicated, adopted: Callable[[int], list[int]], now: float
     ) -> tuple[Worker, list[Effect]] | None:
         """A snapshot has arrived wherever it must be: whose it is, and the commit word, which goes by the
         oldest of what the worker holds. `adopted`: the roles that one has adopted."""
@@ -88,6 +89,7 @@ class Copies:
         if copying is None or not copying.worker.plays:
             return None
         worker = copying.worker
+        worker.copy_s = now - copying.since
         # INV-4 (nothing lost): no step is done before the version that it begins with is in enough places.
         worker.replicated[order.role] = max(worker.replicated.get(order.role, NONE), order.version)
         worker.committed = min(

@@ -106,6 +106,7 @@ def beats(crew: WorkerTable, view: View) -> dict[m.Role, m.RoleBeat]:
             loss=words.loss,
             ready=ready.get(worker.role, 0),
             passed=words.passed,
+            copy_s=worker.copy_s,
         )
     return found
 

@@ -70,6 +70,8 @@ class Worker:
     """By role that it holds, its own and adopted ones, the newest version that is safe in this epoch."""
     committed: Version = NONE
     """Its commit word."""
+    copy_s: float = 0.0
+    """Seconds that it took to have its newest version safe."""
     completed: tuple[int, int] = (0, 0)
     """The epoch in which it has last come to the end of a part of its script, and how many that makes."""
     failed: ScriptFailed | None = None

@@ -332,5 +332,7 @@ class RoleBeat(Value, frozen=True):
     """That the script has told last."""
     ready: Number = 0
     """The pid of a standby that has started the role ahead of need; 0: there is none."""
+    copy_s: float = 0.0
+    """Seconds that it took to have its newest version safe, from when it was whole on its own node."""
     passed: Number = 0
     """How much a newcomer's script has passed over that was done before it; see `state.memory.Word`."""
