@@ -23,7 +23,7 @@ ROOM = 1.25
 """How many times as long as copies have taken they may take."""
 MOST = 64
 """Steps that are chosen at the most."""
-SETTLED = 10
+SETTLED = 5
 """Steps without which nothing is known."""
 TRIES = 3
 """Requests to stop, after which the job goes on as it is until it is looked at again."""

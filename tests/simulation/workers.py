@@ -451,7 +451,7 @@ class SimWorker(Process):
         yield Until(lambda: False, False)
 
     def _step(self) -> Thread:
-        job = self.node.job
+        job, since = self.node.job, self.world.now
         step = self.version + 1
         self.deal.take(step, self.membership)
         yield from self._sleep(self._some(job.step))
@@ -477,6 +477,7 @@ class SimWorker(Process):
         self.training.deals[self.content] = self.deal.to_json()
         self.version = step
         self.words.version = self.words.tag = self.version
+        self.words.step_ns = int(1e9 * (self.world.now - since))
         self.training.stepped(self, trained)
         job.achieved.add(("resumed", self.epoch, self.role))
         poisoned = job.poison == (self.role, self.version)
