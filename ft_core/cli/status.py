@@ -43,6 +43,7 @@ def _stream(found: Line, status: JobStatus) -> None:
         "controller_pid": status.controller_pid,
     }
     about |= {"complaint": status.complaint, "unprotected": status.unprotected, "seconds": status.seconds}
+    about |= {"every": status.every}
     print(json.dumps({**about, "finished": finished(status)})[:-1], end="")
     for name, rows in (("roles", found.roles()), ("spares", found.spares())):
         print(f', "{name}": ', end="")
@@ -67,6 +68,9 @@ def first_line(status: JobStatus) -> str:
 def warnings(status: JobStatus) -> list[str]:
     """What is not as it should be with the job itself."""
     found = [f"it does not get on: {status.complaint}"] if status.complaint else []
+    if status.every > 1:
+        most = 2 * status.every - 1
+        found.append(f"a version is protected every {status.every} steps: at most {most} are done again")
     return found + ([f"not protected: {status.unprotected}"] if status.unprotected else [])
 
 

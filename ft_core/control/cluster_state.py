@@ -384,7 +384,12 @@ class ClusterState:
     def redone(self) -> int:
         """The most finished steps that are done again while copies cover what is lost: see
         docs/recovery_rule.md."""
-        return 2 * self.settings.period(self.plan.every if self.plan is not None else self.every) - 1
+        return 2 * self.period - 1
+
+    @property
+    def period(self) -> int:
+        """Steps from a protected version to the next, in the epoch under way."""
+        return self.settings.period(self.plan.every if self.plan is not None else self.every)
 
     @property
     def trained(self) -> bool:

@@ -52,14 +52,18 @@ class ProtectionPeriod:
             return None
         self._look_at = now + LOOK
         beats = {role: beat for node in cluster.nodes_with_roles() for role, beat in node.beats.items()}
-        newest = max((beat.step for beat in beats.values()), default=0)
+        if not beats:
+            return None
+        newest = max(beat.step for beat in beats.values())
         passed, steps = now - self._since, newest - self._step
         if self._epoch != cluster.epoch or steps < 0:
             passed = math.inf
         elif steps >= SETTLED:
-            waits = (beat.waited_s - self._waited.get(role, beat.waited_s) for role, beat in beats.items())
-            waited = max(waits, default=0.0)
-            copying = max((beat.copy_s for beat in beats.values()), default=0.0)
+            waits = (
+                beat.waited_s - self._waited.setdefault(role, beat.waited_s) for role, beat in beats.items()
+            )
+            waited = max(waits)
+            copying = max(beat.copy_s for beat in beats.values())
             found = self._found(cluster.current_plan.every, passed, steps, waited, copying)
             if found is not None:
                 self.begins_anew()

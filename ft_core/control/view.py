@@ -68,6 +68,7 @@ class JobView:
             held=risk.held(cluster, self._counted) if cluster.plan is not None else None,
             standing=self.standing(wall),
             unprotected=self._recovery.protection.lacking,
+            every=cluster.period,
         )
 
     def overview(self, wall: float, since_1970: float) -> Overview:

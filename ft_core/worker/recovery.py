@@ -173,6 +173,11 @@ class Recovery:
         """Whether that version is one of those that are protected: the same on all roles."""
         return (version - self._base) % self._shell.machine.plan.every == 0
 
+    def must_commit(self, version: int) -> bool:
+        """Whether the step that makes that version waits until the newest protected one is safe elsewhere: the
+        next one would overwrite the one before; and what an epoch went on from may be in one place alone."""
+        return self.protects(version) or version == self._base + 1
+
     def stage(self, version: int) -> None:
         """Begin to copy the state: all roles have committed the newest version before this one."""
         self.oldest, self.newest = self.newest, version

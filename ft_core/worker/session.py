@@ -338,13 +338,13 @@ class Session:
 
         Called in each step before this role contributes to the barrier, which is any collective that cannot
         end before all roles have entered it; see docs/recovery_rule.md for why not after it. Where a version
-        is protected every N steps, copies have until the step that makes the next: in others only the copy
-        here is waited for, as the optimizer would change what it is made of. Raises EpochChanged when a
+        is protected every N steps, copies have until the step that makes the next, but for those of the version
+        that an epoch went on from, which its first step waits for. In others only the copy here is waited for, as the optimizer would change what it is made of. Raises EpochChanged when a
         failure comes first.
         """
         if self._recovery is None:  # a rehearsal
             return
-        if self._recovery.protects(self._shell.version + 1):
+        if self._recovery.must_commit(self._shell.version + 1):
             self._await_commit()
         else:
             self._recovery.snapshots.wait()

@@ -147,6 +147,7 @@ class Agent:
         """What its roles have said of their state: repeated with each greeting."""
         self.parts: list[int] = []
         self.draining = False
+        self.waited = self.copying = 0.0
         self.committed, self.answers = -1, 0
         """What its beats say of its roles, and which question they answer."""
 
@@ -209,7 +210,8 @@ class Agent:
 
     def beat(self) -> list[Effect]:
         sent = {"h2h_bytes": 0, "h2h_snapshots": 0, "own_s": self.own_s, "loss": self.loss}
-        beat = {"tag": 1, "committed": self.committed, "step_s": 0.1, "waited_s": 0.0, **sent}
+        sent |= {"waited_s": self.waited, "copy_s": self.copying}
+        beat = {"tag": 1, "committed": self.committed, "step_s": 0.1, **sent}
         roles = {
             role: RoleBeat(pid=pid, step=self.step_now, held=self.versions.get(role, []), **beat)
             for role, pid in self.workers.items()

@@ -109,6 +109,8 @@ FAILED_ONCE = {
     "anew behind that part",
     -1222341117: "a leader was stopped before it ended the job, and the simulator let it do so when "
     "another led",
+    3820011950: "a node was lost before the version that its epoch went on from was anywhere else, as only "
+    "the last step before the next version waited for that",
 }
 """Seeds of schedules that have failed: what was wrong, and the mutation that makes it wrong again."""
 

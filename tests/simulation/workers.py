@@ -532,7 +532,7 @@ class SimWorker(Process):
     def _commit_wait(self) -> Thread:
         """As `Session.commit_wait`."""
         since = self.world.now
-        if self._protects(self.version + 1):
+        if self._protects(self.version + 1) or self.version == self._base:
             yield Until(lambda: self.words.committed >= self.newest)
         else:
             yield Until(lambda: self._copying == 0)

@@ -141,9 +141,9 @@ def _objections(args: argparse.Namespace, job: PlannedJob, found: Plan, figures:
         larger = f"; or steps of {tokens:,} tokens or more" if tokens else ""
         sending, step = seconds(figures["transfer_seconds"]), seconds(figures["step_seconds"])
         lines.append(
-            f"copies take {sending} and a step {step}: as it stands every step waits "
-            f"{seconds(figures['every_step_waits_seconds'])} for them. A version every {every} steps would "
-            f"keep up, which is not built yet. Use a faster network{larger}."
+            f"copies take {sending} and a step {step}: a version is protected every {every} steps "
+            f"(--ft-every auto), and a failure may cost {2 * every - 1}; with --ft-every 1 every step waits "
+            f"{seconds(figures['every_step_waits_seconds'])}. Or use a faster network{larger}."
         )
     if not spares:
         lines.append(
@@ -240,7 +240,7 @@ def _say_pace(say: Callable[[str, str], None], figures: dict[str, Any]) -> None:
         say("free-checkpointing ratio (FFTrainer, eq. 2)", "nothing is sent")
         return
     at_best = "at best " if figures["network_rate_is_a_bound"] else ""
-    verdict = "hidden behind the step" if ratio >= 1 else "longer than the step, which will wait for it"
+    verdict = "hidden behind the step" if ratio >= 1 else "longer than the step"
     say("free-checkpointing ratio (FFTrainer, eq. 2)", f"{at_best}{ratio:.2f}: {verdict}")
     often = "in every step" if every == 1 else f"every {every} steps, if steps are not to wait"
     say("a version can be protected", f"{at_best}{often} (N = {every})")

@@ -288,6 +288,7 @@ def status(cluster: ClusterState, phase: Phase, finished: set[int], pid: int, no
         struck=len(struck),
         most_struck=struck[:NAMED],
         draining=cluster.draining[:NAMED],
+        every=cluster.period,
     )
 
 

@@ -172,6 +172,8 @@ class Numbers:
     standing: Standing
     unprotected: str
     """Why the job is not protected, if so."""
+    every: int
+    """Steps from a protected version to the next."""
 
 
 def counted(durations: Durations) -> tuple[list[int], float]:

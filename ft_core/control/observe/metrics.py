@@ -103,6 +103,11 @@ def families(found: Numbers) -> Iterator[Metric]:
         if cause is not Cause.PRODUCTIVE:
             lost.add_metric([cause], seconds)
     yield lost
+    yield GaugeMetricFamily(
+        "ft_protected_every_steps",
+        "Steps from a protected version to the next; at most twice as many, less one, are done again.",
+        found.every,
+    )
     yield CounterMetricFamily(
         "ft_commit_wait_seconds", "Seconds that steps waited for copies, of all roles.", found.waited
     )

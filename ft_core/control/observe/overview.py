@@ -151,6 +151,7 @@ class Overview:
             "seconds": {str(cause): round(seconds, 2) for cause, seconds in numbers.seconds.items()},
             "policy": self.policy,
             "replicas": self.replicas,
+            "every": numbers.every,
             "strikes": self.strikes,
         }
 

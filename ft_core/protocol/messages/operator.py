@@ -159,6 +159,8 @@ class JobStatus(Message, frozen=True):
     """Nodes that are being taken out, in that order."""
     seconds: dict[str, float] = {}
     """What the job's time went to, by `Cause`."""
+    every: Number = 1
+    """Steps from a protected version to the next."""
     complaint: str = ""
     """Why the job does not get on, if so."""
     unprotected: str = ""

@@ -85,7 +85,8 @@ function showRoles(id, what, kind, roles) {
 }
 
 function showTrouble(job) {
-  const found = [job.complaint && `It does not get on: ${job.complaint}`, job.unprotected && `Not protected: ${job.unprotected}`];
+  const found = [job.complaint && `It does not get on: ${job.complaint}`, job.unprotected && `Not protected: ${job.unprotected}`,
+    job.every > 1 && `A version is protected every ${job.every} steps, so up to ${2 * job.every - 1} are done again`];
   const said = found.filter(Boolean);
   byId("trouble").hidden = !said.length;
   setText(byId("trouble"), said.join(". "));
