@@ -69,7 +69,7 @@ def metrics() -> str:
     lost = dict.fromkeys(Cause, 0.0)
     found = Numbers(
         *({}, "", 0, 0, 0, None, {}, {}, {}, {}, none, 0, lost, 0.0, 0, None, 0, {}, None, none, set(), None),
-        *(Standing(Cause.START_UP, None, 0.0), ""),
+        *(Standing(Cause.START_UP, None, 0.0), "", 1),
     )
     return _metrics(families(found))
 

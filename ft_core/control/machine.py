@@ -304,7 +304,7 @@ class Controller:
         elif isinstance(message, m.KeptState):
             self._succession.adopt_plan(node, message)
         elif isinstance(message, m.Hosts):
-            node.hosts += message.hosts
+            node.hosts = [*(node.hosts if message.first else []), *message.hosts]
         elif isinstance(message, m.NodesProbed):
             self._node_failures.probed(node, message)
         elif isinstance(message, m.Idle):

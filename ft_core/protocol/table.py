@@ -53,7 +53,7 @@ def placed(hosts: Iterable[Host]) -> tuple[dict[int, NodeName], dict[NodeName, N
 def pieces(plan: PlanId, hosts: Iterable[Host]) -> list[Hosts]:
     """All nodes, as messages."""
     rows = list(hosts)
-    return [Hosts(plan, rows[at : at + PIECE]) for at in range(0, len(rows), PIECE)]
+    return [Hosts(plan, rows[at : at + PIECE], at) for at in range(0, len(rows), PIECE)]
 
 
 def changes(before: Plan, now: Plan) -> tuple[list[NodeName], list[Host]]:
@@ -87,10 +87,12 @@ class Received:
         """A part."""
         if isinstance(message, OwnPlan):
             self._own = message
-        elif message.id == self._hosts[0]:
+        elif not message.first:  # said again, it may be without who has gone since
+            self._hosts = message.id, list(message.hosts)
+        elif (message.id, message.first) == (self._hosts[0], len(self._hosts[1])):
             self._hosts[1].extend(message.hosts)
         else:
-            self._hosts = message.id, list(message.hosts)
+            self._hosts = "", []
 
     def all_hosts(self, plan: PlanId) -> list[Host] | None:
         """What was heard of the nodes of that plan. It is forgotten."""

@@ -84,7 +84,7 @@ class Snapshotter:
         self._staging: Future[None] | None = None
         self._live: _Live | None = None
         self._noted: list[StateTensor] = []
-        """Of the live version: what `stage` copies."""
+        """What `stage` copies of the live version."""
         self._room = 0
         """Bytes that the envelope has in the layout."""
         self._rows: list[_Row] = []

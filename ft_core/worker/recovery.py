@@ -174,8 +174,9 @@ class Recovery:
         return (version - self._base) % self._shell.machine.plan.every == 0
 
     def must_commit(self, version: int) -> bool:
-        """Whether the step that makes that version waits until the newest protected one is safe elsewhere: the
-        next one would overwrite the one before; and what an epoch went on from may be in one place alone."""
+        """Whether the step that makes that version waits until the newest protected one is safe elsewhere.
+
+        The next one would overwrite the one before; and what an epoch went on from may be in one place."""
         return self.protects(version) or version == self._base + 1
 
     def stage(self, version: int) -> None:

@@ -338,9 +338,10 @@ class Session:
 
         Called in each step before this role contributes to the barrier, which is any collective that cannot
         end before all roles have entered it; see docs/recovery_rule.md for why not after it. Where a version
-        is protected every N steps, copies have until the step that makes the next, but for those of the version
-        that an epoch went on from, which its first step waits for. In others only the copy here is waited for, as the optimizer would change what it is made of. Raises EpochChanged when a
-        failure comes first.
+        is protected every N steps, copies have until the step that makes the next, but for those of the
+        version that an epoch went on from, which its first step waits for. In others only the copy here is
+        waited for, as the optimizer would change what it is made of. Raises EpochChanged when a failure comes
+        first.
         """
         if self._recovery is None:  # a rehearsal
             return
@@ -363,7 +364,7 @@ class Session:
         self._await_commit()
 
     def _await_commit(self) -> None:
-        """Of the newest version that was staged."""
+        """Wait until the newest version that was staged is safe."""
         started = time.monotonic_ns()
         pause = 20e-6
         shell, recovery = self._shell, self._protected

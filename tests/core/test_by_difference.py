@@ -22,6 +22,7 @@ from ft_core.node.memory.holdings import changed, more_than_versions
 from ft_core.protocol import messages as m
 from ft_core.protocol.codec import encode
 from ft_core.protocol.groups import GroupId
+from ft_core.protocol.table import Received
 
 SEEDS = st.integers(0, 1 << 32)
 
@@ -214,3 +215,22 @@ def test_who_is_where_is_kept_up_to_date(seed: int) -> None:
         assert hosts == {
             n: [r for r in sorted(places) if places[r] == n] for n in sorted(set(places.values()))
         }
+
+
+def test_a_table_that_is_said_again_replaces_what_was_heard_of_it() -> None:
+    """A spare was lost before the plan came that the table was for."""
+    there, gone = m.Host("node0", "a:1", "", "0"), m.Host("node1", "b:1", "", "")
+    received = Received()
+    received.hear(m.Hosts("1-x", [there, gone]))
+    received.hear(m.Hosts("1-x", [there]))
+    assert received.all_hosts("1-x") == [there]
+
+
+def test_a_table_in_pieces() -> None:
+    first, second = m.Host("node0", "a:1", "", "0"), m.Host("node1", "b:1", "", "1")
+    received = Received()
+    received.hear(m.Hosts("1-x", [first]))
+    received.hear(m.Hosts("1-x", [second], 1))
+    assert received.all_hosts("1-x") == [first, second]
+    received.hear(m.Hosts("1-x", [second], 1))
+    assert not received.all_hosts("1-x"), "a piece was lost, and it is asked for again"

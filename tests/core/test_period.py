@@ -110,7 +110,9 @@ def test_a_successor_goes_on_with_it() -> None:
     before = job["node0"].plan
     assert before is not None and before.every > 1
     restart(job, "node0", "node1", "node2")
+    job.wait(0.1)
     tell(job)
+    job.wait(0.1)
     assert job.controller.cluster.every == before.every
 
 

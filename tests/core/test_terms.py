@@ -125,7 +125,7 @@ def test_copies_that_fall_behind(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["steps_per_version"] == 3 and found["every_step_waits_seconds"] == pytest.approx(2.0)
     assert found["least_tokens_per_step"] == pytest.approx(300_000, abs=2)
     [text] = found["objections"]
-    assert "every step waits 2 s" in text and "A version every 3 steps would keep up" in text
+    assert "every step waits 2 s" in text and "a version is protected every 3 steps" in text
     _, bound = planned(capsys, f"{flags} --network-gbps 400")
     assert bound["network_rate_is_a_bound"] and bound["steps_per_version"] == 1
 

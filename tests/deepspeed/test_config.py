@@ -26,6 +26,7 @@ FULL = {
     "lr_intervention": "linear",
     "ready_standbys": 1,
     "snapshot": "full",
+    "every": 4,
 }
 AUTO = {
     "train_batch_size": "auto",
@@ -50,6 +51,7 @@ def test_section():
         "lr_intervention": "linear",
         "ready_standbys": 1,
         "snapshot": "full",
+        "every": 4,
         "durable_dir": "/shared/ckpt",
         "durable_interval": 500,
     }

@@ -109,6 +109,8 @@ FAILED_ONCE = {
     "anew behind that part",
     -1222341117: "a leader was stopped before it ended the job, and the simulator let it do so when "
     "another led",
+    -3775223545: "the table of nodes was heard once in vain and said again, and a spare that had gone "
+    "meanwhile stayed in it for ever",
     3820011950: "a node was lost before the version that its epoch went on from was anywhere else, as only "
     "the last step before the next version waited for that",
 }

@@ -65,6 +65,8 @@ class Hosts(Message, frozen=True):
 
     id: PlanId
     hosts: list[Host]
+    first: Size = 0
+    """How many nodes were said before these: with none it is the table anew."""
 
 
 # -- an agent to the controller ------------------------------------------------------------------------
