@@ -510,6 +510,8 @@ class SimJob:
         """The controller takes a node for lost; it may live."""
         if not node.alive:
             return
+        if self.arbiter is not None and controller.term < self.arbiter.term:
+            self._ailed.add(node.name)  # which has gone over to the next leader, and that goes on with this
         self.outcome.evictions += 1
         if "nothing listens" in reason:
             raise Invariant.WELL.broken(

@@ -111,6 +111,8 @@ FAILED_ONCE = {
     "another led",
     -3775223545: "the table of nodes was heard once in vain and said again, and a spare that had gone "
     "meanwhile stayed in it for ever",
+    -3481537753: "a leader that led no more lost a node that had gone over to the next one, which went on "
+    "with that, and the oracle took the node for well",
     3820011950: "a node was lost before the version that its epoch went on from was anywhere else, as only "
     "the last step before the next version waited for that",
 }
