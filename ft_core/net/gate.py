@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -45,11 +46,14 @@ FIRST, EVERY = 3, 16
 
 @dataclass(frozen=True)
 class Reading:
-    """A counter, and when it was read."""
+    """Counters, and when they were read."""
 
     at: float
     """time.monotonic()"""
     sent: int
+    """Bytes that have left by the wire, whoever has sent them."""
+    own: int
+    """Of these, what the sender has sent, or is about to."""
 
 
 class Ear:
@@ -61,25 +65,40 @@ class Ear:
     def __init__(self) -> None:
         self.most = 0.0
         """Bytes a second that the wire has carried at best, over some time."""
-        self._began: Reading | None = None
-        self._last = Reading(0.0, 0)
+        self._marked: Reading | None = None
+        self._talked = self._began = self._last = Reading(0.0, 0, 0)
+        self._calm = 0.0
 
     def begins(self, reading: Reading) -> None:
         """The sender is silent from now on."""
-        began = self._began
-        if began is None or reading.at - began.at >= TALK:  # a bucket of tokens passes more in less time
-            if began is not None:
-                self.most = max(self.most, (reading.sent - began.sent) / (reading.at - began.at))
-            self._began = reading
-        self._last = reading
+        marked = self._marked
+        if marked is None or reading.at - marked.at >= TALK:  # a bucket of tokens passes more in less time
+            if marked is not None:
+                self.most = max(self.most, (reading.sent - marked.sent) / (reading.at - marked.at))
+            self._marked = reading
+        self._began = self._last = reading
+        self._calm = reading.at
 
     def quiet(self, reading: Reading) -> bool:
-        """Whether nobody has sent much since the reading before, if that is long enough ago."""
+        """Whether nobody else sends, so that the sender may talk again.
+
+        One look is enough after it was alone. Else an exchange is under way, and stands still wherever
+        another node's burst is on its way: the wire has to be quiet for as long as a burst takes.
+        """
         last = self._last
         if reading.at - last.at < LOOK:
             return False
         self._last = reading
-        return (reading.sent - last.sent) / (reading.at - last.at) <= max(QUIET * self.most, _WHISPER)
+        if (reading.sent - last.sent) / (reading.at - last.at) > max(QUIET * self.most, _WHISPER):
+            self._calm = reading.at
+            return False
+        sent, own = reading.sent - self._talked.sent, reading.own - self._talked.own
+        if sent - own > QUIET * sent:
+            burst = min(self._calm - self._began.at, own / self.most if self.most else math.inf)
+            if reading.at - self._calm < burst:
+                return False
+        self._talked = reading
+        return True
 
 
 @dataclass(frozen=True)
@@ -111,9 +130,9 @@ class Pace:
 class Listener:
     """Listens to a wire, for all that is sent over it by this process. Any thread."""
 
-    def __init__(self, sent: Callable[[], int]) -> None:
-        """`sent`: bytes so far, by whomever; may raise OSError."""
-        self._sent, self._ear, self._until = sent, Ear(), 0.0
+    def __init__(self, sent: Callable[[], int], own: Callable[[], int]) -> None:
+        """Bytes so far: `sent` by whomever, which may raise OSError, and its `own`."""
+        self._sent, self._own, self._ear, self._until = sent, own, Ear(), 0.0
         self._lock = threading.Lock()
 
     def talks(self) -> bool:
@@ -139,7 +158,7 @@ class Listener:
             self._lock.release()
 
     def _reading(self) -> Reading:
-        return Reading(time.monotonic(), self._sent())
+        return Reading(time.monotonic(), self._sent(), self._own())
 
 
 class Turn:
@@ -184,7 +203,9 @@ class _Role:
 class Gates:
     """All of an agent's: what it knows of its roles, and the interfaces that lead to its peers."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: Callable[[], int]) -> None:
+        """`own`: bytes that the agent has sent so far."""
+        self._own = own
         self._roles: dict[int, _Role] = {}
         self._listeners: dict[str, Listener] = {}
         self._ways: dict[str, Listener | None] = {}
@@ -223,7 +244,7 @@ class Gates:
             if name == LOOPBACK:
                 return None
             if name not in self._listeners:
-                self._listeners[name] = Listener(Wire([name]).sent)
+                self._listeners[name] = Listener(Wire([name]).sent, self._own)
             return self._listeners[name]
         except OSError as error:
             if not self._told:

@@ -26,7 +26,7 @@ class Replicator:
 
     def __init__(self, store: NodeStore, transport: TcpTransport, injector: Injector) -> None:
         self._store, self._transport = store, transport
-        self._gates = Gates()
+        self._gates = Gates(lambda: transport.sent_bytes)
         self._replicas, self._guarded = 0, False
         self._injector = injector
         self._lock = threading.Lock()
