@@ -42,7 +42,7 @@ def main() -> None:
     p.add_argument("--state", type=int, default=112, help="MB of state that each node sends in a step")
     args = p.parse_args()
     if args.quick:
-        args.cycles, args.block = 2, 1
+        args.cycles, args.block = min(args.cycles, 2), 1
     if reason := missing():
         sys.exit(f"benchmarks.gate: {reason}")
     pattern = "".join(CYCLES[i % 2] for i in range(args.cycles))
