@@ -53,7 +53,7 @@ class Reading:
     sent: int
     """Bytes that have left by the wire, whoever has sent them."""
     own: int
-    """Of these, what the sender has sent, or is about to."""
+    """Bytes that the sender has sent, by this wire or another."""
 
 
 class Ear:
@@ -201,7 +201,8 @@ class _Role:
 
 
 class Gates:
-    """All of an agent's: what it knows of its roles, and the interfaces that lead to its peers."""
+    """All of an agent's: what it knows of its roles, and the interfaces that lead to its peers. No lock: the
+    event loop may call `begin` and `turn`, threads the rest."""
 
     def __init__(self, own: Callable[[], int]) -> None:
         """`own`: bytes that the agent has sent so far."""
@@ -209,13 +210,11 @@ class Gates:
         self._roles: dict[int, _Role] = {}
         self._listeners: dict[str, Listener] = {}
         self._ways: dict[str, Listener | None] = {}
-        self._lock = threading.Lock()
         self._told = False
 
     def begin(self) -> None:
         """There are other peers than before, or other ways to them."""
-        with self._lock:
-            self._ways.clear()
+        self._ways = {}
 
     def turn(self, role: int, step: float, busy: Callable[[], bool]) -> Turn:
         """For the next snapshot of a role, whose last step took so many seconds; 0: it is not known."""
@@ -233,18 +232,18 @@ class Gates:
 
     def to(self, address: str, turn: Turn) -> Callable[[], None]:
         """What the messages of a snapshot to a peer have to call."""
-        with self._lock:
-            if address not in self._ways:
-                self._ways[address] = self._way(address)
-            return partial(turn.passes, self._ways[address])
+        ways = self._ways
+        if address not in ways:
+            ways[address] = self._way(address)
+        return partial(turn.passes, ways[address])
 
     def _way(self, address: str) -> Listener | None:
         try:
             name = interface_to(split_address(address)[0])
             if name == LOOPBACK:
                 return None
-            if name not in self._listeners:
-                self._listeners[name] = Listener(Wire([name]).sent, self._own)
+            if name not in self._listeners:  # another thread may find the same
+                self._listeners.setdefault(name, Listener(Wire([name]).sent, self._own))
             return self._listeners[name]
         except OSError as error:
             if not self._told:

@@ -19,9 +19,9 @@ LOOPBACK = "lo"
 _SYS = Path("/sys/class/net")
 
 _HEADER = struct.Struct("=IHHII")
-"""Of a message: length, kind, flags, sequence number, port."""
+"""What each message begins with: length, kind, flags, sequence number, port."""
 _ATTRIBUTE = struct.Struct("=HH")
-"""What each begins with: length, kind."""
+"""What each attribute begins with: length, kind."""
 _ROUTE, _GET_ROUTE, _DST, _OIF = struct.Struct("=8BI"), 26, 1, 4
 _STATS, _GET_STATS, _LINK_64 = struct.Struct("=BBHII"), 94, 1
 _SENT = 24
