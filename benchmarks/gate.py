@@ -5,6 +5,7 @@ exchanges something after each layer and waits for it; meanwhile each node sends
 one job blocks of steps take turns: no state, state without a gate, and with it. It needs root.
 """
 
+# mypy: disable-error-code="import-not-found"
 from __future__ import annotations
 
 import json

@@ -49,6 +49,9 @@ class State(Adapter):
     def restore(self, tensors: Mapping[str, torch.Tensor], envelope: Any) -> None:
         self.own.copy_(tensors["own"])
 
+    def derive(self) -> None:
+        pass  # a version leaves nothing out
+
     def reset(self) -> None:
         pass  # a step leaves nothing behind
 
@@ -106,7 +109,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     live = session.current()
     assert live is not None
-    trainer, entered = Trainer(live, about), []
+    trainer = Trainer(live, about)
+    entered: list[int] = []
 
     def train() -> list[dict[str, Any]]:
         if entered:

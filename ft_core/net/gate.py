@@ -213,8 +213,8 @@ class Gates:
         self._told = False
 
     def begin(self) -> None:
-        """There are other peers than before, or other ways to them."""
-        self._ways = {}
+        """There are other peers than before, or other ways to them: what sending takes is measured anew."""
+        self._ways, self._roles = {}, {}
 
     def turn(self, role: int, step: float, busy: Callable[[], bool]) -> Turn:
         """For the next snapshot of a role, whose last step took so many seconds; 0: it is not known."""
@@ -227,8 +227,9 @@ class Gates:
 
     def sent(self, role: int, turn: Turn) -> None:
         """That snapshot is elsewhere, all of it."""
-        if turn.measures and turn.messages:
-            self._roles[role].usual = Usual(turn.elapsed, turn.messages)
+        known = self._roles.get(role)
+        if known is not None and turn.measures and turn.messages:
+            known.usual = Usual(turn.elapsed, turn.messages)
 
     def to(self, address: str, turn: Turn) -> Callable[[], None]:
         """What the messages of a snapshot to a peer have to call."""

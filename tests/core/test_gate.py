@@ -253,6 +253,15 @@ def test_one_that_was_not_sent_tells_nothing() -> None:
     assert not send(gates, 1.0).measures
 
 
+def test_where_peers_are_others_it_is_measured_anew() -> None:
+    gates = Gates(nothing)
+    for _ in range(FIRST):
+        before = send(gates, 1.0)
+    gates.begin()
+    gates.sent(0, before)  # it was on its way
+    assert [send(gates, 1.0).measures for _ in range(FIRST + 1)] == [True] * FIRST + [False]
+
+
 def test_a_pause_between_steps_is_no_step() -> None:
     gates = Gates(nothing)
     for _ in range(FIRST):

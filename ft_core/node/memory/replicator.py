@@ -31,7 +31,7 @@ class Replicator:
         self._injector = injector
         self._lock = threading.Lock()
         self._sent: dict[int, tuple[int, int]] = {}
-        self._seconds = 0.0
+        self._measured, self._seconds = 0, 0.0
         self._plan: NodePlan | None = None
         self._known: tuple[NodePlan, bool, Places] | None = None
         """Where all are, as of a plan, with spares that guard or not."""
@@ -98,7 +98,9 @@ class Replicator:
         with self._lock:
             sent, snapshots = self._sent.get(role, (0, 0))
             self._sent[role] = (sent + total, snapshots + 1)
-            self._seconds += time.monotonic() - started if total else 0.0
+            if total and turn.measures:
+                self._measured += total
+                self._seconds += time.monotonic() - started
 
     def _places_of(self, plan: NodePlan, roles: Mapping[int, str]) -> Places:
         """Worked out once for all snapshots of a plan; of a role that was adopted, each time."""
@@ -117,6 +119,6 @@ class Replicator:
             return self._sent.get(role, (0, 0))
 
     def bandwidth(self) -> float:
-        """Bytes per second of all sending so far, waiting for training traffic included; 0 before any."""
+        """Bytes per second of what was sent without a gate so far; 0 before any."""
         with self._lock:
-            return sum(total for total, _ in self._sent.values()) / self._seconds if self._seconds else 0.0
+            return self._measured / self._seconds if self._seconds else 0.0
