@@ -30,7 +30,10 @@ from ft_core.protocol.sockets import split_address
 log = logging.getLogger(__name__)
 
 LOOK = 2e-3
-"""Seconds of a look at the wire. Shorter ones find it quiet in the middle of an exchange."""
+"""Seconds of a look at the wire, or more: shorter ones find it quiet in the middle of an exchange."""
+LUMPS = 256 << 10
+"""Bytes that a busy wire carries in a look: counters go up by what the kernel hands over at once, 64 KB as a
+rule, which a slow link takes some ms for."""
 TALK = 20e-3
 """Seconds after which a sender listens again."""
 QUIET = 0.125
@@ -86,7 +89,7 @@ class Ear:
         another node's burst is on its way: the wire has to be quiet for as long as a burst takes.
         """
         last = self._last
-        if reading.at - last.at < LOOK:
+        if reading.at - last.at < max(LOOK, LUMPS / self.most if self.most else 0.0):
             return False
         self._last = reading
         if (reading.sent - last.sent) / (reading.at - last.at) > max(QUIET * self.most, _WHISPER):

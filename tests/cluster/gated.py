@@ -10,7 +10,6 @@ import json
 import socket
 import sys
 import threading
-from collections.abc import Callable
 
 from core.copies import make
 
@@ -54,9 +53,10 @@ def send(host: str, peer: str, sink: str) -> None:
     for version in range(FIRST):
         push(version)
     assert not looks
-    stops = threading.Event()
-    training = threading.Thread(target=train, args=(sink, stops.is_set))
+    stops, full = threading.Event(), threading.Event()
+    training = threading.Thread(target=train, args=(sink, full, stops))
     training.start()
+    full.wait()
     pushing = threading.Thread(target=push, args=(FIRST,))
     pushing.start()
     while looks < LOOKS and pushing.is_alive():
@@ -69,12 +69,15 @@ def send(host: str, peer: str, sink: str) -> None:
     transport.close()
 
 
-def train(sink: str, stopped: Callable[[], bool]) -> None:
-    """Until it is stopped."""
+def train(sink: str, full: threading.Event, stops: threading.Event) -> None:
+    """Until it `stops`; the wire is `full` once more was sent than buffers and queues hold."""
     with socket.create_connection(split_address(sink)) as stream:
-        piece = bytes(1 << 16)
-        while not stopped():
+        piece, sent = bytes(1 << 16), 0
+        while not stops.is_set():
             stream.sendall(piece)
+            sent += len(piece)
+            if sent > SIZE:
+                full.set()
 
 
 if __name__ == "__main__":

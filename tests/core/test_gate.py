@@ -113,6 +113,20 @@ def test_a_moment_is_not_long_enough_to_hear_anything(line: Line) -> None:
     assert not line.ear.quiet(line.reading())
 
 
+def test_a_slow_wire_is_looked_at_for_longer() -> None:
+    """It takes some ms for each packet that is handed over at once, and nothing is counted meanwhile."""
+    line, slow, packet = Line(), RATE / 100, 1 << 16
+    line.ear.begins(line.reading())
+    for _ in range(2):
+        line.passes(1.0, slow, own=slow)
+        line.ear.begins(line.reading())
+    for _ in range(100):
+        for _ in range(round(packet / slow / LOOK)):
+            assert not line.look(0)
+        line.sent += packet
+    assert any(line.looks(1.0, 0))
+
+
 @pytest.mark.parametrize(
     ("step", "usual", "elapsed", "messages", "slack"),
     [
