@@ -2,7 +2,8 @@
 
 FFTrainer, section 5.3. Who sends knows nothing of how much training sends, and the counters of an interface
 tell all bytes alike. So it listens before it talks: now and then it is silent for a moment, and whatever
-then leaves this machine is somebody else's. While it hears that, it waits. It does not wait where
+then leaves this machine is somebody else's. While it hears that, it waits. What only comes in, from another
+stage of a pipeline say, it does not hear. It does not wait where
 
     no operation is in flight     nobody trains over the wire, whoever uses it
     there is no slack             copies that are late hold up all roles, which costs more than a shared wire
