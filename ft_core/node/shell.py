@@ -416,10 +416,11 @@ class NodeShell:
     async def _replicate(self, order: e.Replicate) -> None:
         failed = ""
         control = self.pool.control(order.worker)
-        gate = self.replicator.gate(self.pool.traffic, control[Word.STEP_NS] if control else 0)
+        step = control[Word.STEP_NS] / 1e9 if control else 0.0
+        turn = self.replicator.turn(order.role, step, self.pool.traffic)
         what = order.role, order.version, order.epoch
         try:
-            await asyncio.to_thread(self.replicator.replicate, *what, order.ring, gate)
+            await asyncio.to_thread(self.replicator.replicate, *what, order.ring, turn)
         except FtError as error:
             failed = str(error)
         self._handle(e.Replicated(order, failed))

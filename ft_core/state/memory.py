@@ -123,7 +123,7 @@ class Word(IntEnum):
     COMMITTED = 3
     """Agent: newest version that is staged here and verified at every ring peer."""
     TRAFFIC = 4
-    """Worker: collectives in flight; agents send while it is 0 (TRAIN before STATE)."""
+    """Worker: operations in flight. Agents listen before they send while it is not 0 (`ft_core.net.gate`)."""
     STEP_NS = 5
     """Worker: duration of its last step in nanoseconds."""
     WAITED_NS = 6

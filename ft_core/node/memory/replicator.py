@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from ft_core.errors import TransportError
+from ft_core.net.gate import Gates, Turn
 from ft_core.net.transport import TcpTransport
 from ft_core.process.inject import Injector
 from ft_core.protocol.messages import NodePlan
@@ -18,9 +19,6 @@ from ft_core.state.placement import Places, replica_nodes, sender, spares_of
 from ft_core.state.store import NodeStore
 
 _DEADLINE = 600.0
-_GATE_SHARE = 0.2
-"""Share of a step that the gate may hold a snapshot back; beyond it, STATE is sent all the same."""
-_GATE_POLL = 2e-4
 
 
 class Replicator:
@@ -28,11 +26,12 @@ class Replicator:
 
     def __init__(self, store: NodeStore, transport: TcpTransport, injector: Injector) -> None:
         self._store, self._transport = store, transport
+        self._gates = Gates(lambda: transport.sent_bytes)
         self._replicas, self._guarded = 0, False
         self._injector = injector
         self._lock = threading.Lock()
         self._sent: dict[int, tuple[int, int]] = {}
-        self._seconds = 0.0
+        self._measured, self._seconds = 0, 0.0
         self._plan: NodePlan | None = None
         self._known: tuple[NodePlan, bool, Places] | None = None
         """Where all are, as of a plan, with spares that guard or not."""
@@ -48,14 +47,18 @@ class Replicator:
         self._plan = plan
         for gone in {where.data for where in known} - {where.data for where in plan.nodes.values()}:
             self._transport.close_peers(gone)  # what is being sent there goes elsewhere
+        self._gates.begin()
 
     def cancel(self) -> None:
         """An epoch ended: wake every transfer under way."""
         self._transport.close_peers()
 
-    def replicate(
-        self, role: int, version: int, epoch: int, ring: Sequence[int], gate: Callable[[], None]
-    ) -> None:
+    def turn(self, role: int, step: float, busy: Callable[[], bool]) -> Turn:
+        """For `replicate`. `step`: seconds of the role's last one; `busy`: whether operations are in flight
+        on this node."""
+        return self._gates.turn(role, step, busy)
+
+    def replicate(self, role: int, version: int, epoch: int, ring: Sequence[int], turn: Turn) -> None:
         """Make every segment of the snapshot of a role, played or adopted here, survive k failure domains.
 
         `ring`: DP peers of whoever holds it, the first choice. Returns when each copy is acknowledged as
@@ -80,21 +83,24 @@ class Replicator:
                 continue
             for node in replica_nodes(segment, places, self._replicas, peers):
                 self._injector.point(role, "h2h", version)
-                sums = list(buffer.checksums(index))
+                sums, address = list(buffer.checksums(index)), plan.nodes[node].data
                 total += self._transport.push(
-                    plan.nodes[node].data,
+                    address,
                     segment,
                     version,
                     buffer.data(index),
                     sums,
                     epoch=epoch,
-                    gate=gate,
+                    gate=self._gates.to(address, turn),
                     deadline=_DEADLINE,
                 )
+        self._gates.sent(role, turn)
         with self._lock:
             sent, snapshots = self._sent.get(role, (0, 0))
             self._sent[role] = (sent + total, snapshots + 1)
-            self._seconds += time.monotonic() - started if total else 0.0
+            if total and turn.measures:
+                self._measured += total
+                self._seconds += time.monotonic() - started
 
     def _places_of(self, plan: NodePlan, roles: Mapping[int, str]) -> Places:
         """Worked out once for all snapshots of a plan; of a role that was adopted, each time."""
@@ -113,19 +119,6 @@ class Replicator:
             return self._sent.get(role, (0, 0))
 
     def bandwidth(self) -> float:
-        """Bytes per second of all sending so far, waiting for training traffic included; 0 before any."""
+        """Bytes per second of what was sent without a gate so far; 0 before any."""
         with self._lock:
-            return sum(total for total, _ in self._sent.values()) / self._seconds if self._seconds else 0.0
-
-    @staticmethod
-    def gate(busy: Callable[[], bool], step_ns: int) -> Callable[[], None]:
-        """A gate between messages: closed while training traffic is in flight, for a bounded time in all."""
-        left = _GATE_SHARE * step_ns / 1e9
-
-        def wait() -> None:
-            nonlocal left
-            while left > 0 and busy():
-                time.sleep(_GATE_POLL)
-                left -= _GATE_POLL
-
-        return wait
+            return self._measured / self._seconds if self._seconds else 0.0
