@@ -33,6 +33,10 @@ def _rows(interfaces: int, workers: list[int], quick: bool, rate: str) -> list[d
         sender, receiver = cluster.nodes
         addresses = [receiver.addresses(network)[0] for network in range(interfaces)]
         command, env = [sys.executable, "-m", _END], environment()
+        [
+            node.run("sh", "-c", "echo reno >/proc/sys/net/ipv4/tcp_congestion_control").wait()
+            for node in cluster.nodes
+        ]
         receiver.run(*command, "serve", *addresses, env=env)
         what = json.dumps([workers, *((0.3, 1) if quick else (2.0, 3))])
         sending = sender.run(*command, "send", what, *addresses, env=env, output=subprocess.PIPE)

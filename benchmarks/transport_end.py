@@ -3,8 +3,9 @@
     python -m benchmarks.transport_end serve ADDRESS...
     python -m benchmarks.transport_end send WHAT ADDRESS...
 
-`WHAT`: how many workers, the seconds of each measurement, and how often it is repeated. The addresses are the server's, one for each interface; the first one's port `CONTROL` takes what the sender
-asks of it, as lines of JSON.
+`WHAT`: how many workers, the seconds of each measurement, and how often it is repeated. The addresses are the
+server's, one for each interface; the first one's port `CONTROL` takes what the sender asks of it, as lines of
+JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -30,8 +31,8 @@ from ft_core.state.replicas import ReplicaStore
 
 CONTROL = 7000
 _SECRET = b"of a benchmark"
-_CHUNKS = 64
-"""Of a worker's segment: it is sent by as many connections as in a job."""
+_CHUNKS = 512
+"""Of the segments of all workers together."""
 _WARM = 2
 """Versions before anything is counted: both slots of each segment have their memory then."""
 _AGAIN = 0.05
@@ -61,13 +62,14 @@ class _Bare:
     def __init__(self, addresses: Sequence[str], streams: int, verify: bool) -> None:
         self._verify = verify
         listeners = [socket.create_server((addresses[n % len(addresses)], 0)) for n in range(streams)]
+        nbytes = max(1, _CHUNKS // streams) * CHUNK
         self.ports = [listener.getsockname()[1] for listener in listeners]
-        self._threads = [threading.Thread(target=self._receive, args=(each,)) for each in listeners]
+        self._threads = [threading.Thread(target=self._receive, args=(each, nbytes)) for each in listeners]
         for thread in self._threads:
             thread.start()
 
-    def _receive(self, listener: socket.socket) -> None:
-        pieces = list(_pieces(memoryview(snapshot_memory(_CHUNKS * CHUNK).view)))
+    def _receive(self, listener: socket.socket, nbytes: int) -> None:
+        pieces = list(_pieces(snapshot_memory(nbytes).view))
         for piece in pieces:
             piece[:] = bytes(CHUNK)
         with listener:
@@ -137,9 +139,7 @@ class _Sender:
         for piece in _pieces(data):
             piece[:] = os.urandom(CHUNK)
         sums = [xxh3_64_intdigest(piece) for piece in _pieces(data)]
-        self._contents = [
-            (data[at * CHUNK : (at + _CHUNKS) * CHUNK], sums[at : at + _CHUNKS]) for at in range(_WARM + 1)
-        ]
+        self._data, self._sums = data, sums
         self._version = 0
 
     def _ask(self, *question: object) -> Any:
@@ -171,7 +171,7 @@ class _Sender:
         ]
         for each in sockets:
             each.recv(1)
-        pieces = list(_pieces(self._contents[0][0]))
+        pieces = list(_pieces(self._data[: max(1, _CHUNKS // streams) * CHUNK]))
         found: dict[str, float] = {}
         end = time.monotonic() + self._seconds
 
@@ -193,33 +193,28 @@ class _Sender:
 
     def transport(self, workers: int) -> dict[str, float]:
         """As many roles, each of which has its segment sent again and again."""
-        shape = (_CHUNKS * CHUNK,)
-        segments = [layout((role,), [("w", "uint8", shape, _CHUNKS * CHUNK)]) for role in range(workers)]
+        chunks = _CHUNKS // workers
+        items = [("w", "uint8", (chunks * CHUNK,), chunks * CHUNK)]
+        segments = [layout((role,), items) for role in range(workers)]
 
         def push(segment: Segment, version: int) -> int:
-            data, sums = self._contents[version % len(self._contents)]
-            return self._transport.push(
-                *(self._to, segment, version, data, sums), epoch=0, gate=lambda: None, deadline=60
-            )
+            first = segment.holders[0] * chunks + version % (_WARM + 1)
+            data = self._data[first * CHUNK : (first + chunks) * CHUNK]
+            what = self._to, segment, version, data, self._sums[first : first + chunks]
+            return self._transport.push(*what, epoch=0, gate=lambda: None, deadline=60)
 
-        def until(end: float) -> Callable[[Segment], int]:
-            def run(segment: Segment) -> int:
-                version, sent = first, 0
-                while version < first + _WARM or time.monotonic() < end:
-                    sent += push(segment, version)
-                    version += 1
-                    self._version = max(version, self._version)
-                return sent
-
-            return run
+        def all_push() -> int:
+            self._version += 1
+            return sum(threads.map(lambda segment: push(segment, self._version), segments))
 
         found: dict[str, float] = {}
         with ThreadPoolExecutor(workers) as threads:
-            first = self._version
-            list(threads.map(until(0.0), segments))
-            first = self._version
+            for _ in range(_WARM):
+                all_push()
             with self._counted(self._pids, found):
-                found["bytes"] = sum(threads.map(until(time.monotonic() + self._seconds), segments))
+                found["bytes"], end = 0, time.monotonic() + self._seconds
+                while time.monotonic() < end:
+                    found["bytes"] += all_push()
         return found
 
 
