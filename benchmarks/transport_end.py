@@ -240,7 +240,8 @@ def main() -> None:
         case ["serve", *addresses]:
             serve(addresses)
         case ["send", what, *addresses]:
-            print(json.dumps(send(*json.loads(what), addresses)), flush=True)
+            workers, seconds, times = json.loads(what)
+            print(json.dumps(send(workers, seconds, times, addresses)), flush=True)
 
 
 if __name__ == "__main__":
