@@ -48,9 +48,9 @@ def _pieces(data: memoryview) -> Iterator[memoryview]:
         yield data[at : at + CHUNK]
 
 
-def _open(host: str, interfaces: Sequence[str]) -> tuple[TcpTransport, list[int]]:
+def _open(interfaces: Sequence[str]) -> tuple[TcpTransport, list[int]]:
     """A transport as an agent has it, and the processes that it takes."""
-    return TcpTransport(ReplicaStore(), _SECRET, host=host), [os.getpid()]
+    return TcpTransport(ReplicaStore(), _SECRET, host=interfaces), [os.getpid()]
 
 
 # -- the server ----------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ class _Bare:
 
 def serve(addresses: Sequence[str]) -> None:
     """Until the sender goes."""
-    transport, pids = _open(addresses[0], addresses)
+    transport, pids = _open(addresses)
     bare: _Bare | None = None
     with socket.create_server((addresses[0], CONTROL)) as listener:
         connection, _ = listener.accept()
@@ -131,7 +131,7 @@ class _Sender:
                 time.sleep(_AGAIN)
         self._lines = self._control.makefile("rw")
         own = [own_host(f"{address}:{CONTROL}") for address in addresses]
-        self._transport, self._pids = _open(own[0], own)
+        self._transport, self._pids = _open(own)
         self._to = str(self._ask("address"))
         # No chunk is at the same place in two of three versions: what is there already is not sent again.
         self._memory: SharedMemory = snapshot_memory((_CHUNKS + _WARM) * CHUNK)

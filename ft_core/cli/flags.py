@@ -240,7 +240,7 @@ def parser() -> Parser:
         metavar="WHICH,...",
         default="",
         help="where nodes serve copies of the state: names (ib0), patterns (ib*) or subnets (10.1.0.0/16) of "
-        "interfaces, of which each node takes the first that it has. Default: one that can do RDMA "
+        "interfaces, of which each node takes all that it has. Default: those that can do RDMA "
         "(InfiniBand, RoCE), else the one that leads to the controller",
     )
     f.add_argument(

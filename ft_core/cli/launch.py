@@ -136,11 +136,11 @@ def _where(args: argparse.Namespace) -> failure_domains.FailureDomain:
 
 
 def _tell_where_state_goes(settings: Settings, told: bool) -> None:
-    """The interface on which this machine serves state, said if that is to be `told`. Raises ConfigError if
+    """The interfaces on which this machine serves state, said if that is to be `told`. Raises ConfigError if
     it has none of those that were asked for."""
     found = interfaces.chosen(settings.interfaces, settings.controller)
-    if told and found is not None:
-        tell(f"ftrun: state is served on {found}")
+    if told and found:
+        tell(f"ftrun: state is served on {', '.join(map(str, found))}")
 
 
 def _say_where_the_secret_is(job_dir: Path) -> None:

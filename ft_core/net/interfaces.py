@@ -19,6 +19,8 @@ from ft_core.errors import ConfigError
 from ft_core.protocol.sockets import family_of, own_host, seen_by_others
 
 _UP, _LOOPBACK = 0x1, 0x8
+_MOST = 16
+"""Interfaces that are used at once."""
 _INFINIBAND = "32"
 """What the kernel calls its kind of link (ARPHRD_INFINIBAND)."""
 
@@ -119,22 +121,24 @@ def _is(interface: Interface, text: str) -> bool:
         return fnmatchcase(interface.name, text)
 
 
-def choose(wanted: Sequence[str], towards: str, interfaces: Sequence[Interface]) -> Interface:
+def choose(wanted: Sequence[str], towards: str, interfaces: Sequence[Interface]) -> list[Interface]:
     """Where state is served. `towards`: the address by which this machine reaches the controller, whose
     family is taken where there is a choice. Raises ConfigError."""
     by_default = next((each for each in interfaces if each.address == towards), None)
     if wanted:
         found = named(wanted, interfaces)
     elif by_default is None or by_default.kind == "loopback" or by_default.rdma:
-        return by_default or Interface("the interface to the controller", towards, "other")
+        return [by_default or Interface("the interface to the controller", towards, "other")]
     else:
         found = [each for each in interfaces if each.rdma and family_of(each.address) == family_of(towards)]
         found = found or [by_default]
-    return min(found, key=lambda each: family_of(each.address) != family_of(towards))
+    same = [each for each in found if family_of(each.address) == family_of(towards)] or found
+    by_name = {each.name: each for each in reversed(same)}
+    return [each for each in same if by_name[each.name] is each][:_MOST]
 
 
-def chosen(wanted: Sequence[str], controller: str) -> Interface | None:
-    """What an agent of this machine will choose; None where it cannot be said yet, as the controller's
+def chosen(wanted: Sequence[str], controller: str) -> list[Interface]:
+    """What an agent of this machine will choose; nothing where it cannot be said yet, as the controller's
     address is not known or there is no way to it. Raises ConfigError if the machine has none of what is
     `wanted`."""
     there = here()
@@ -143,7 +147,7 @@ def chosen(wanted: Sequence[str], controller: str) -> Interface | None:
     try:
         return choose(wanted, own_host(seen_by_others(controller)), there)
     except (OSError, ValueError):
-        return None
+        return []
 
 
 def parse(text: str) -> list[str]:

@@ -107,9 +107,9 @@ class NodeShell:
         self._leadership = leadership.at(settings.meeting, self.secret, settings.size[0])
         host = self._host = own_host(self._leadership.near)
         data = interfaces.choose(settings.interfaces, host, interfaces.here())
-        log.debug("node %s: state is served on %s", node, data)
+        log.debug("node %s: state is served on %s", node, ", ".join(map(str, data)))
         self.transport = TcpTransport(
-            self.store, self.secret, host=data.address, answer=self._inquiries.answer
+            self.store, self.secret, host=[each.address for each in data], answer=self._inquiries.answer
         )
         injector = Injector(job_dir, settings.inject)
         self.ready = ReadyMemory(self.store, self.transport, settings.nproc_per_node)

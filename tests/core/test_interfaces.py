@@ -26,31 +26,31 @@ WITHOUT, ALL = [LO, DOCKER, ETH, STORAGE, ETH6], [LO, DOCKER, ETH, STORAGE, IB, 
 @pytest.mark.parametrize(
     ("wanted", "towards", "there", "expected"),
     [
-        ("", ETH.address, WITHOUT, ETH),
-        ("", ETH6.address, WITHOUT, ETH6),
-        ("", LO.address, ALL, LO),  # the whole job is on this machine
-        ("", ETH.address, ALL, IB),
-        ("", ETH6.address, ALL, IB6),
-        ("", ROCE.address, ALL, ROCE),  # it leads to the controller as well
-        ("", ETH6.address, [LO, ETH6, ROCE], ETH6),  # others may know no such addresses
-        ("eth1", ETH.address, ALL, STORAGE),
-        ("eth1,ib0", ETH.address, ALL, STORAGE),
-        ("ib7,eth1", ETH.address, ALL, STORAGE),
-        ("ib*", ETH.address, ALL, IB),
-        ("ib*", ETH6.address, ALL, IB6),
-        ("eth1", ETH6.address, ALL, STORAGE),
-        ("10.91.0.0/16", ETH.address, ALL, ROCE),
-        ("10.91.1.2", ETH.address, ALL, ROCE),
-        ("fd00:80::/24", ETH.address, ALL, ETH6),
-        ("lo", ETH.address, ALL, LO),
+        ("", ETH.address, WITHOUT, [ETH]),
+        ("", ETH6.address, WITHOUT, [ETH6]),
+        ("", LO.address, ALL, [LO]),  # the whole job is on this machine
+        ("", ETH.address, ALL, [IB, ROCE]),
+        ("", ETH6.address, ALL, [IB6]),
+        ("", ROCE.address, ALL, [ROCE]),  # it leads to the controller as well
+        ("", ETH6.address, [LO, ETH6, ROCE], [ETH6]),  # others may know no such addresses
+        ("eth1", ETH.address, ALL, [STORAGE]),
+        ("eth1,ib0", ETH.address, ALL, [STORAGE, IB]),
+        ("ib7,eth1", ETH.address, ALL, [STORAGE]),
+        ("ib*", ETH.address, ALL, [IB]),
+        ("ib*", ETH6.address, ALL, [IB6]),
+        ("eth1", ETH6.address, ALL, [STORAGE]),
+        ("10.91.0.0/16", ETH.address, ALL, [ROCE]),
+        ("10.91.1.2", ETH.address, ALL, [ROCE]),
+        ("fd00:80::/32", ETH.address, ALL, [ETH6]),
+        ("lo", ETH.address, ALL, [LO]),
     ],
 )
-def test_choice(wanted: str, towards: str, there: list[Interface], expected: Interface) -> None:
+def test_choice(wanted: str, towards: str, there: list[Interface], expected: list[Interface]) -> None:
     assert choose(interfaces.parse(wanted), towards, there) == expected
 
 
 def test_an_address_that_the_machine_does_not_show_is_kept() -> None:
-    assert choose([], "10.1.1.1", []).address == "10.1.1.1"
+    assert [each.address for each in choose([], "10.1.1.1", [])] == ["10.1.1.1"]
 
 
 def test_what_is_not_there_is_refused_with_what_is() -> None:

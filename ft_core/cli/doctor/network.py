@@ -113,11 +113,12 @@ def interface(case: Case) -> Iterator[Finding]:
     except ConfigError as error:
         yield fail("data interface", str(error), "ftrun would refuse to start; correct this")
         return
-    if found is not None and found.kind == "loopback":
+    where = ", ".join(map(str, found))
+    if any(each.kind == "loopback" for each in found):
         advice = "give --rdzv-endpoint an address, or --ft-interface an interface, that other nodes reach"
-        yield fail("data interface", f"state would be served on {found}", advice)
-    elif found is not None:
-        yield ok("data interface", f"state is served on {found}")
+        yield fail("data interface", f"state would be served on {where}", advice)
+    elif found:
+        yield ok("data interface", f"state is served on {where}")
 
 
 def clock(case: Case) -> Iterator[Finding]:
