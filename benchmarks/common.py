@@ -68,7 +68,13 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    p.add_argument("--json", action="store_true", help="print the result as JSON and nothing else")
+    p.add_argument(
+        "--json",
+        metavar="FILE",
+        nargs="?",
+        const="-",
+        help="print the result as JSON and nothing else, or write it to FILE",
+    )
     p.add_argument("--save", action="store_true", help="also write it to benchmarks/results/")
     p.add_argument("--quick", action="store_true", help="few repetitions: to see that it works, not to quote")
     return p
@@ -78,7 +84,9 @@ def finish(name: str, args: argparse.Namespace, result: dict[str, Any], text: st
     """Print a benchmark's result as asked for, and save it."""
     options = {k: v for k, v in vars(args).items() if k not in ("json", "save")}
     full = {"benchmark": name, **about(), "options": options, **result}
-    print(json.dumps(full, indent=1) if args.json else text, flush=True)
+    print(json.dumps(full, indent=1) if args.json == "-" else text, flush=True)
+    if args.json not in (None, "-"):
+        Path(args.json).write_text(json.dumps(full, indent=1) + "\n")
     if args.save:
         RESULTS.mkdir(parents=True, exist_ok=True)
         path = RESULTS / f"{name}.json"

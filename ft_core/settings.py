@@ -159,6 +159,9 @@ class Settings:
     """Where the controller serves its metrics (`--ft-http`), host:port; of port 0, at a free one."""
     metrics: str = ""
     """Where agents serve theirs (`--ft-metrics-port`), host:port; empty: nowhere."""
+    interfaces: list[str] = field(default_factory=list)
+    """Where agents serve state (`--ft-interface`): names, patterns and subnets, of which a machine takes
+    all that it has; empty: see `ft_core.net.interfaces`."""
     environment: dict[str, str] = field(default_factory=dict)
     """Set in every worker, as torchrun's own variables are."""
     given: list[str] = field(default_factory=list)

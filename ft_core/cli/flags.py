@@ -24,6 +24,7 @@ from ft_core.cli.parser import Parser
 from ft_core.elastic.rules import INTERVENTIONS
 from ft_core.errors import ConfigError
 from ft_core.leadership import is_elected
+from ft_core.net import interfaces
 from ft_core.process import inject
 from ft_core.process.lines import FORMATS
 from ft_core.protocol.sockets import split_address
@@ -243,6 +244,14 @@ def parser() -> Parser:
         "DOMAIN` for each, or a command that prints it",
     )
     f.add_argument(
+        "--ft-interface",
+        metavar="WHICH,...",
+        default="",
+        help="where nodes serve copies of the state: names (ib0), patterns (ib*) or subnets (10.1.0.0/16) of "
+        "interfaces, of which each node takes all that it has. Default: those that can do RDMA "
+        "(InfiniBand, RoCE), else the one that leads to the controller",
+    )
+    f.add_argument(
         "--ft-durable-dir", default=None, help="directory of the durable checkpoints (shared by all nodes)"
     )
     f.add_argument(
@@ -446,6 +455,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         inject=args.ft_inject,
         max_restarts=args.max_restarts,
         direct=args.ft_direct_nodes,
+        interfaces=interfaces.parse(args.ft_interface),
         http=_address("--ft-http", args.ft_http),
         metrics=_metrics(args.ft_metrics_port),
         **given,

@@ -20,6 +20,7 @@ from ft_core.cli.flags import parse, settings_of
 from ft_core.cli.job_dir import check, prepared
 from ft_core.cli.launcher import Launcher, tell
 from ft_core.errors import ConfigError
+from ft_core.net import interfaces
 from ft_core.process.lines import LOG_CONTEXT
 from ft_core.protocol.sockets import listen, only_here, seen_by_others, split_address
 from ft_core.settings import (
@@ -92,6 +93,7 @@ def _launch(args: argparse.Namespace) -> Launcher:
         rank = 0 if args.standalone or not several or _is_here(settings.controller) else ANY_RANK
     if several and rank == 0 and not settings.leadership:
         _tell_where_others_come(settings.controller)
+    _tell_where_state_goes(settings, told=several and rank in (0, ANY_RANK))
     launcher = Launcher(job_dir)
     if settings.controller.endswith(":0"):
         settings = dataclasses.replace(settings, controller=launcher.reserve(settings.controller))
@@ -131,6 +133,14 @@ def _where(args: argparse.Namespace) -> failure_domains.FailureDomain:
     if found.trouble:
         tell(f"ftrun: {found.trouble}", "WARNING")
     return found
+
+
+def _tell_where_state_goes(settings: Settings, told: bool) -> None:
+    """The interfaces on which this machine serves state, said if that is to be `told`. Raises ConfigError if
+    it has none of those that were asked for."""
+    found = interfaces.chosen(settings.interfaces, settings.controller)
+    if told and found:
+        tell(f"ftrun: state is served on {', '.join(map(str, found))}")
 
 
 def _say_where_the_secret_is(job_dir: Path) -> None:
@@ -208,6 +218,7 @@ def _join(args: argparse.Namespace) -> Launcher:
         LOG_CONTEXT.json = settings.log_format == "json"
     if settings.meeting != args.join:
         raise ConfigError(f"--join {args.join}: the job in {job_dir} is at {settings.meeting}")
+    _tell_where_state_goes(settings, told=False)
     launcher = Launcher(job_dir)
     if settings.leadership:
         launcher.candidate(spare=True)

@@ -11,9 +11,12 @@ The requests on a connection, and their answers, are in `protocol.transfers`.
 
 from __future__ import annotations
 
+import itertools
+import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
@@ -55,7 +58,9 @@ from ft_core.protocol.transfers import (
 )
 from ft_core.state.manifest import Segment
 
+log = logging.getLogger(__name__)
 A = TypeVar("A", bound=Message)
+T = TypeVar("T")
 _Channel = Channel[Answer]
 
 _FETCHED_ALONE, _PUSHED_ALONE = 4, 64
@@ -65,13 +70,22 @@ cores that train where a segment is pushed, in each step, and time where all wai
 _DROPPED = "this agent dropped its connections because a new epoch began, the peer is gone, or it is closing"
 _CONNECT = 10.0
 """Seconds that an agent may take to let another in."""
+_STALL = 3.0
+"""Seconds without progress after which another way to the peer is taken, where there is one."""
+_LEFT_OUT, _LONGEST = 60.0, 3600.0
+"""Seconds for which a way that is dead or slow is left out the first time, and at most: twice as long each
+time."""
+_SLOW, _SHARE = 0.25, 0.5
+"""A way is slow that keeps the others waiting for so many seconds, and this part of the whole transfer."""
+_BATCHES = 4
+"""Parts that each connection takes of a fetch, one after the other: who is faster takes more."""
 
 
 class Transport(Protocol):
     """What the agent needs from a transport. Every `deadline` is in seconds, for the call as a whole."""
 
     address: str
-    """Where peers reach this agent, "host:port"."""
+    """Where peers reach this agent: "host:port", or several, one for each interface, with commas between."""
     sent_bytes: int
     """Payload pushed to peers so far, repeated chunks included."""
     received_bytes: int
@@ -124,15 +138,87 @@ class Transport(Protocol):
 
 
 class _Deadline:
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._end = time.monotonic() + seconds
+    def __init__(self, seconds: float, stall: float = math.inf, end: float | None = None) -> None:
+        """`stall`: the most that any part may take."""
+        self.seconds, self._stall = seconds, stall
+        self._end = time.monotonic() + seconds if end is None else end
 
     def left(self) -> float:
         left = self._end - time.monotonic()
         if left <= 0:
             raise TimeoutError(f"the deadline of {self.seconds:g} s passed")
-        return left
+        return min(left, self._stall)
+
+    def whole(self) -> float:
+        """All that is left, however little a part may take."""
+        return max(self._end - time.monotonic(), 1e-3)
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() >= self._end
+
+    def impatient(self) -> _Deadline:
+        """The same, for a way beside which there is another."""
+        return _Deadline(self.seconds, _STALL, self._end)
+
+
+class _LostError(ConnectionError):
+    """One way to a peer failed: `way`, its address there."""
+
+    def __init__(self, way: str, error: OSError) -> None:
+        super().__init__(str(error))
+        self.way = way
+
+
+class _WayLostError(TransportError):
+    """A call failed since one way did."""
+
+    def __init__(self, text: str, way: str) -> None:
+        super().__init__(text)
+        self.way = way
+
+
+@contextmanager
+def _by(way: str) -> Iterator[None]:
+    """Whatever fails in it failed by this way."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, _LostError):
+            raise
+        raise _LostError(way, error) from error
+
+
+def _ways(address: str) -> list[str]:
+    """The addresses of an agent, one for each of its interfaces."""
+    return address.split(",")
+
+
+class _LeftOut:
+    """Ways that are dead or slow, and until when they are not used."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._until: dict[str, tuple[float, float]] = {}
+
+    def rest(self, address: str) -> list[str]:
+        """The ways that are used; all, where none is left."""
+        ways, now = _ways(address), time.monotonic()
+        with self._lock:
+            return [way for way in ways if self._until.get(way, (0.0, 0.0))[0] <= now] or ways
+
+    def add(self, way: str) -> float:
+        """Leave it out from now on: for how many seconds."""
+        with self._lock:
+            pause = min(2 * self._until.get(way, (0.0, _LEFT_OUT / 2))[1], _LONGEST)
+            self._until[way] = time.monotonic() + pause, pause
+            return pause
+
+    def forget(self, ways: Iterable[str]) -> None:
+        """Their agent is gone."""
+        with self._lock:
+            for way in ways:
+                self._until.pop(way, None)
 
 
 class _Peers:
@@ -155,7 +241,8 @@ class _Peers:
                     self._busy.add(channel)
                     return channel
                 channel.close()  # the peer restarted since
-        channel = Channel.connect(address, self._secret, ANSWER, min(limit.left(), _CONNECT))
+        with _by(address):
+            channel = Channel.connect(address, self._secret, ANSWER, min(limit.left(), _CONNECT))
         with self._lock:
             if drops == self._drops:
                 self._busy.add(channel)
@@ -179,13 +266,19 @@ class _Peers:
         channel.close()
         return mine
 
+    @property
+    def drops(self) -> int:
+        """How often all connections were dropped."""
+        return self._drops
+
     def drop(self, address: str | None = None) -> None:
         with self._lock:
             self._drops += address is None
-            for to in [address] if address is not None else list(self._idle):
+            ways = _ways(address) if address is not None else list(self._idle)
+            for to in ways:
                 for channel in self._idle.pop(to, ()):
                     channel.close()
-            for channel in [c for c in self._busy if address in (None, c.peer)]:
+            for channel in [c for c in self._busy if address is None or c.peer in ways]:
                 channel.abort()  # its user closes it
                 self._busy.remove(channel)
 
@@ -197,18 +290,19 @@ class TcpTransport:
         self,
         store: SegmentStore,
         secret: bytes,
-        host: str = "127.0.0.1",
+        host: str | Sequence[str] = "127.0.0.1",
         streams: int = 2,
         answer: Callable[[Question], Found] | None = None,
         max_segment_bytes: int = MAX_SEGMENT_BYTES,
         port: int = 0,
     ) -> None:
-        """Listens on `host` at once, at `port` or any that is free; `answer` serves `request` of others, in
-        threads of the server."""
+        """Listens on `host`, or several, at once, at `port` or any that is free; `answer` serves `request` of
+        others, in threads of the server."""
         self._streams = streams
         self._max_segment_bytes = max_segment_bytes
-        self._peers = _Peers(secret)
-        self._server = PeerServer(store, secret, host, answer, max_segment_bytes, port)
+        self._peers, self._left_out, self._turn = _Peers(secret), _LeftOut(), itertools.count()
+        hosts = [host] if isinstance(host, str) else host
+        self._server = PeerServer(store, secret, hosts, answer, max_segment_bytes, port)
         self.address = self._server.address
         self._count_lock = threading.Lock()
         self._fetched_bytes = 0
@@ -237,10 +331,30 @@ class TcpTransport:
                 f"segment {segment.id} has {segment.nbytes} bytes and {segment.chunks} chunks, "
                 f"got {len(data)} bytes and {len(checksums)} checksums"
             )
-        limit = _Deadline(deadline)
         what = describe(segment, version)
 
-        def stripe(channel: _Channel, first: int, step: int) -> None:
+        def attempt(ways: list[str], limit: _Deadline) -> int:
+            with self._call(f"pushing {what} to agent {address}", ways, limit) as use:
+                return self._push(
+                    use, len(ways), limit, address, segment, version, data, checksums, epoch, gate
+                )
+
+        return self._by_any_way(address, _Deadline(deadline), attempt)
+
+    def _push(
+        self,
+        use: Callable[[], _Channel],
+        ways: int,
+        limit: _Deadline,
+        address: str,
+        segment: Segment,
+        version: int,
+        data: memoryview,
+        checksums: Sequence[int],
+        epoch: int,
+        gate: Callable[[], None],
+    ) -> int:
+        def stripe(channel: _Channel) -> None:
             def send(start: int, part: memoryview) -> None:
                 gate()
                 channel.settimeout(limit.left())
@@ -251,8 +365,9 @@ class TcpTransport:
             def bad() -> list[int]:
                 return _ask(channel, ChunksSent(token), limit, BadChunks).chunks
 
-            mine = runs[first::step]
-            for run in mine:
+            mine = []
+            for run in left:  # whichever connection is free takes the next
+                mine.append(run)
                 send(run.start, run_from(data, run.start, run.stop))
             if not (again := bad()):
                 return
@@ -263,21 +378,21 @@ class TcpTransport:
             if not (still := bad()):
                 return
             raise CorruptSnapshot(
-                f"{what}: chunk {still[0]} does not match its checksum at agent {address}, sent twice by "
-                f"agent {self.address}: the sender's memory changed since it was checksummed, or its network "
-                f"is bad; the copy is not used"
+                f"{describe(segment, version)}: chunk {still[0]} does not match its checksum at agent "
+                f"{address}, sent twice by agent {self.address}: the sender's memory changed since it was "
+                f"checksummed, or its network is bad; the copy is not used"
             )
 
-        with self._call(f"pushing {what} to agent {address}") as use:
-            control = use(address, limit)
-            request = PushSegment(segment.layout, version, epoch, list(checksums), limit.left())
-            begun = _ask(control, request, limit, PushBegun)
-            if not (token := begun.token):
-                return 0
-            runs = _messages(begun.missing, segment)
-            many = sum(map(len, runs))
-            self._striped(control, lambda: use(address, limit), many, stripe, _PUSHED_ALONE)
-            _ask(control, CommitPush(token), limit, Accepted)
+        control = use()
+        request = PushSegment(segment.layout, version, epoch, list(checksums), limit.whole())
+        begun = _ask(control, request, limit, PushBegun)
+        if not (token := begun.token):
+            return 0
+        runs = _messages(begun.missing, segment)
+        left = iter(runs)
+        extra = self._extra(ways) if sum(map(len, runs)) > _PUSHED_ALONE else 0
+        self._striped([control] + [use() for _ in range(extra)], stripe)
+        _ask(control, CommitPush(token), limit, Accepted)
         return sum(len(run_from(data, run.start, run.stop)) for run in runs)
 
     def fetch(
@@ -290,8 +405,25 @@ class TcpTransport:
         deadline: float,
     ) -> tuple[Segment, list[int]]:
         """As `Transport.fetch`."""
-        limit = _Deadline(deadline)
 
+        def attempt(ways: list[str], limit: _Deadline) -> tuple[Segment, list[int]]:
+            with self._call(
+                f"fetching segment {segment_id} version {version} from agent {address}", ways, limit
+            ) as use:
+                return self._fetch(use, len(ways), limit, address, segment_id, version, allocate)
+
+        return self._by_any_way(address, _Deadline(deadline), attempt)
+
+    def _fetch(
+        self,
+        use: Callable[[], _Channel],
+        ways: int,
+        limit: _Deadline,
+        address: str,
+        segment_id: str,
+        version: int,
+        allocate: Callable[[Segment], memoryview],
+    ) -> tuple[Segment, list[int]]:
         def read(channel: _Channel, runs: range) -> list[int]:
             """Ask for the chunks of `runs`; returns those that came bad."""
             bad = []
@@ -313,8 +445,8 @@ class TcpTransport:
                     self._fetched_bytes += size
             return bad
 
-        def stripe(channel: _Channel, first: int, step: int) -> None:
-            for index in read(channel, range(first * RUN, segment.chunks, step * RUN)):
+        def stripe(channel: _Channel) -> None:
+            for index in itertools.chain.from_iterable(read(channel, part) for part in left):
                 if read(channel, range(index, index + 1)):
                     raise CorruptSnapshot(
                         f"{describe(segment, version)}: chunk {index} of the copy held by agent {address} "
@@ -322,84 +454,113 @@ class TcpTransport:
                         f"memory or network is bad; nothing was loaded"
                     )
 
-        with self._call(f"fetching segment {segment_id} version {version} from agent {address}") as use:
-            control = use(address, limit)
-            lent = _ask(control, FetchSegment(segment_id, version, limit.left()), limit, SegmentLent)
-            token, checksums = lent.token, lent.checksums
-            segment = checked_segment(lent.segment, checksums, self._max_segment_bytes)
-            if segment.id != segment_id:
-                raise ProtocolError(f"it answered with segment {segment.id}")
-            data = as_bytes(allocate(segment))
-            if len(data) != segment.nbytes:
-                raise ProtocolError(
-                    f"its copy has {segment.nbytes} bytes, and room was made for the {len(data)} of another's"
-                )
-            self._striped(control, lambda: use(address, limit), segment.chunks, stripe, _FETCHED_ALONE)
-            _ask(control, DoneReading(token), limit, Accepted)
+        control = use()
+        lent = _ask(control, FetchSegment(segment_id, version, limit.whole()), limit, SegmentLent)
+        token, checksums = lent.token, lent.checksums
+        segment = checked_segment(lent.segment, checksums, self._max_segment_bytes)
+        if segment.id != segment_id:
+            raise ProtocolError(f"it answered with segment {segment.id}")
+        data = as_bytes(allocate(segment))
+        if len(data) != segment.nbytes:
+            raise ProtocolError(
+                f"its copy has {segment.nbytes} bytes, and room was made for the {len(data)} of another's"
+            )
+        extra = self._extra(ways) if segment.chunks > _FETCHED_ALONE else 0
+        parts = _BATCHES * (extra + 1) if extra else 1
+        each = max(1, -(-segment.chunks // (RUN * parts))) * RUN
+        left = iter([range(at, min(at + each, segment.chunks), RUN) for at in range(0, segment.chunks, each)])
+        self._striped([control] + [use() for _ in range(extra)], stripe)
+        _ask(control, DoneReading(token), limit, Accepted)
         return segment, checksums
 
     def request(self, address: str, question: Question, deadline: float) -> Found:
         """As `Transport.request`."""
-        limit = _Deadline(deadline)
-        with self._call(f"asking agent {address}") as use:
-            found = _ask(use(address, limit), question, limit, Message)
-            if not isinstance(found, Found):
-                raise ProtocolError(f"it answered with {type(found).__name__}")
-            return found
+
+        def attempt(ways: list[str], limit: _Deadline) -> Found:
+            with self._call(f"asking agent {address}", ways, limit) as use:
+                found = _ask(use(), question, limit, Message)
+                if not isinstance(found, Found):
+                    raise ProtocolError(f"it answered with {type(found).__name__}")
+                return found
+
+        return self._by_any_way(address, _Deadline(deadline), attempt)
 
     def close_peers(self, address: str | None = None) -> None:
         """As `Transport.close_peers`."""
         self._peers.drop(address)
+        if address is not None:
+            self._left_out.forget(_ways(address))
 
     def close(self) -> None:
         """As `Transport.close`."""
         self._peers.drop()
         self._server.close()
 
-    @contextmanager
-    def _call(self, doing: str) -> Iterator[Callable[[str, _Deadline], _Channel]]:
-        """Yields what gets connections; gives them back after success, closes them (so that the peer forgets
-        the call too) after failure, and makes TransportErrors that say what was being done."""
-        taken: list[tuple[_Channel, str]] = []
+    def _by_any_way(self, address: str, limit: _Deadline, attempt: Callable[[list[str], _Deadline], T]) -> T:
+        """What `attempt` gives, by the ways to an agent that are in use. If one fails it is left out, and all
+        is tried again by the others."""
+        lost, drops = set[str](), self._peers.drops
+        while True:
+            ways = self._left_out.rest(address)
+            try:
+                return attempt(ways, limit.impatient() if len(ways) > 1 else limit)
+            except _WayLostError as error:
+                lost.add(error.way)
+                if len(lost) == len(_ways(address)) or limit.over or self._peers.drops != drops:
+                    raise
+                self._leave_out(error.way, str(error))
 
-        def use(address: str, limit: _Deadline) -> _Channel:
-            taken.append((self._peers.take(address, limit), address))
+    def _leave_out(self, way: str, why: str) -> None:
+        pause = self._left_out.add(way)
+        log.warning("transport at %s: %s is left out for %.0f s: %s", self.address, way, pause, why)
+
+    @contextmanager
+    def _call(self, doing: str, ways: list[str], limit: _Deadline) -> Iterator[Callable[[], _Channel]]:
+        """Yields what gets connections, by one way after the other; gives them back after success, closes
+        them (so that the peer forgets the call too) after failure, and makes TransportErrors that say what
+        was being done."""
+        taken: list[tuple[_Channel, str]] = []
+        turn = next(self._turn)
+
+        def use() -> _Channel:
+            way = ways[(turn + len(taken)) % len(ways)]
+            taken.append((self._peers.take(way, limit), way))
             return taken[-1][0]
 
         try:
             yield use
         except BaseException as error:
             dropped = [channel for channel, _ in taken if not self._peers.discard(channel)]
+            if isinstance(error, _LostError) and not dropped:
+                raise _WayLostError(f"{doing} failed: {error}", error.way) from error
             if isinstance(error, TransportError | OSError | AuthenticationError | ProtocolError):
                 raise TransportError(f"{doing} failed: {_DROPPED if dropped else error}") from error
             raise
-        for channel, address in taken:
-            self._peers.give_back(channel, address)
+        for channel, way in taken:
+            self._peers.give_back(channel, way)
 
-    def _striped(
-        self,
-        control: _Channel,
-        another: Callable[[], _Channel],
-        chunks: int,
-        stripe: Callable[[_Channel, int, int], None],
-        alone: int,
-    ) -> None:
-        """Run stripe(channel, i, n) on n connections at once, the first in this thread. One is enough for
-        `alone` of so many chunks.
+    def _extra(self, ways: int) -> int:
+        """How many connections there are beside the first: one for each way at least."""
+        return max(self._streams, ways) - 1
 
-        The first failure wakes the other stripes and is the one that is raised.
+    def _striped(self, channels: list[_Channel], stripe: Callable[[_Channel], None]) -> None:
+        """Run `stripe` on all connections at once, on the first in this thread.
+
+        The first failure wakes the other stripes and is the one that is raised. Of several ways, one that
+        keeps the others waiting is left out of what comes later.
         """
-        extra = 0 if chunks <= alone else self._streams - 1
-        channels = [control] + [another() for _ in range(extra)]
         failures: list[BaseException] = []
+        began, ends = time.monotonic(), [0.0] * len(channels)
 
         def run(i: int) -> None:
             try:
-                stripe(channels[i], i, len(channels))
+                with _by(channels[i].peer):
+                    stripe(channels[i])
             except BaseException as error:
                 failures.append(error)
                 for channel in channels:
                     channel.abort()
+            ends[i] = time.monotonic()
 
         threads = [
             threading.Thread(target=run, args=(i,), name=f"ft-stripe-{i}") for i in range(1, len(channels))
@@ -411,6 +572,13 @@ class TcpTransport:
             thread.join()
         if failures:
             raise failures[0]
+        last = max(range(len(ends)), key=ends.__getitem__)
+        others = [
+            end for end, channel in zip(ends, channels, strict=True) if channel.peer != channels[last].peer
+        ]
+        waited = ends[last] - max(others, default=ends[last])
+        if waited > max(_SLOW, _SHARE * (ends[last] - began)):
+            self._leave_out(channels[last].peer, f"the other interfaces waited {waited:.2f} s for it")
 
 
 def _messages(missing: Sequence[tuple[int, int]], segment: Segment) -> list[range]:
@@ -436,7 +604,8 @@ def _checked(message: Answer, channel: _Channel, kind: type[A]) -> A:
 
 
 def _ask(channel: _Channel, request: Request, limit: _Deadline, kind: type[A]) -> A:
-    channel.settimeout(limit.left())
-    channel.send(request)
-    channel.settimeout(limit.left())
-    return _checked(channel.recv(), channel, kind)
+    with _by(channel.peer):
+        channel.settimeout(limit.left())
+        channel.send(request)
+        channel.settimeout(limit.left())
+        return _checked(channel.recv(), channel, kind)

@@ -236,13 +236,14 @@ J = TypeVar("J", _Push, _Lease)
 
 
 class PeerServer:
-    """Listens at `address` until `close`; `received_bytes` counts the payload pushed to it."""
+    """Listens at `address` until `close`, on several interfaces where that has several; `received_bytes`
+    counts the payload pushed to it."""
 
     def __init__(
         self,
         store: SegmentStore,
         secret: bytes,
-        host: str,
+        hosts: Sequence[str],
         answer: Callable[[Question], Found] | None,
         max_segment_bytes: int,
         port: int = 0,
@@ -251,11 +252,11 @@ class PeerServer:
         self._secret = secret
         self._asked = answer
         self._max_segment_bytes = max_segment_bytes
-        self._listener = listen(host, port)
+        self._listeners = [listen(host, port) for host in hosts]
         # Once the controller sees the end of an agent, others are to find that nothing listens here any more.
-        self._last = ends_first(self._listener, ENDS_BEFORE)
-        port = self._listener.getsockname()[1]
-        self.address = join_address(host, port)
+        self._last = [ends_first(each, ENDS_BEFORE + number) for number, each in enumerate(self._listeners)]
+        ports = [each.getsockname()[1] for each in self._listeners]
+        self.address = ",".join(map(join_address, hosts, ports))
         self.received_bytes = 0
         self._lock = threading.Lock()
         self._begin_lock = threading.Lock()
@@ -265,27 +266,31 @@ class PeerServer:
         self._threads: set[threading.Thread] = set()
         self._closed = False
         self._refusals = Refusals(lambda reason: log.warning("transport at %s: %s", self.address, reason))
-        self._acceptor = threading.Thread(target=self._accept, name="ft-transport-accept", daemon=True)
-        self._acceptor.start()
+        self._acceptors = [
+            threading.Thread(target=self._accept, args=(each,), name="ft-transport-accept", daemon=True)
+            for each in self._listeners
+        ]
+        for acceptor in self._acceptors:
+            acceptor.start()
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            threads = [self._acceptor, *self._threads]
-            for sock in [self._listener, *self._sockets]:
+            threads = [*self._acceptors, *self._threads]
+            for sock in [*self._listeners, *self._sockets]:
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that is blocked in it
         for thread in threads:
             thread.join(timeout=10)
             if thread.is_alive():  # in the agent's `answer`, most likely
                 log.warning("transport at %s: thread %s does not end", self.address, thread.name)
-        self._listener.close()
-        if self._last is not None:
-            self._last.close()
+        for listener in (*self._listeners, *self._last):
+            if listener is not None:
+                listener.close()
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         who = f"transport at {self.address}"
-        for sock in connections(self._listener, self._secret, who, lambda: self._closed):
+        for sock in connections(listener, self._secret, who, lambda: self._closed):
             thread = threading.Thread(
                 target=self._connection, args=(sock,), name="ft-transport-peer", daemon=True
             )

@@ -27,6 +27,7 @@ from ft_core import leadership
 from ft_core.comm import nccl_environment
 from ft_core.comm.rendezvous import Stores
 from ft_core.errors import AuthenticationError, FtError, ProtocolError
+from ft_core.net import interfaces
 from ft_core.net.transport import TcpTransport
 from ft_core.node import events as e
 from ft_core.node.about import About
@@ -105,7 +106,11 @@ class NodeShell:
         self._loop, self._inquiries = loop, Inquiries(node, self.store, loop.stalled)
         self._leadership = leadership.at(settings.meeting, self.secret, settings.size[0])
         host = self._host = own_host(self._leadership.near)
-        self.transport = TcpTransport(self.store, self.secret, host=host, answer=self._inquiries.answer)
+        data = interfaces.choose(settings.interfaces, host, interfaces.here())
+        log.debug("node %s: state is served on %s", node, ", ".join(map(str, data)))
+        self.transport = TcpTransport(
+            self.store, self.secret, host=[each.address for each in data], answer=self._inquiries.answer
+        )
         injector = Injector(job_dir, settings.inject)
         self.ready = ReadyMemory(self.store, self.transport, settings.nproc_per_node)
         self.replicator = Replicator(self.store, self.transport, injector)

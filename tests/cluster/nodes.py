@@ -221,8 +221,8 @@ class Node:
         for number, path in enumerate(kept):
             lines += [f"mkdir /mnt/{number}", f"mount --rbind {quote(path)} /mnt/{number}"]
         places = {DISK: self.disk} | ({SHARED: self.cluster.shared} if self.cluster.shared else {})
-        for place, path in places.items():
-            lines += [f"mkdir {place}", f"mount --bind {quote(str(path))} {place}"]
+        for place, source in places.items():
+            lines += [f"mkdir {place}", f"mount --bind {quote(str(source))} {place}"]
         for file in self._etc.iterdir():
             lines.append(f"mount --bind {quote(str(file))} $(realpath /etc/{file.name})")
         lines += [f"mount -t tmpfs -o mode={options} tmpfs {place}" for place, options in own.items()]

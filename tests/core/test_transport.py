@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -546,3 +547,92 @@ def test_close_leaves_no_threads() -> None:
     one.close()
     two.close()
     wait_for_value(lambda: set(threading.enumerate()) <= before, True)
+
+
+class Stuck(FlippingRelay):
+    """An interface of a peer through which nothing comes or goes once it is stuck, or little while it is
+    slow; it takes connections all the same."""
+
+    def __init__(self, server: str) -> None:
+        self.stuck, self.slow, self.over = threading.Event(), threading.Event(), threading.Event()
+        super().__init__(server, 0)
+
+    def pump(self, source: socket.socket, sink: socket.socket, flip: bool) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                while self.stuck.is_set() and not self.over.is_set():
+                    self.over.wait(0.05)
+                if self.slow.is_set() and len(data) == 1 << 16:
+                    self.over.wait(0.02)
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        self.over.set()
+        super().close()
+        with contextlib.suppress(OSError):  # wakes the thread that accepts
+            socket.create_connection(("127.0.0.1", int(self.address.split(":")[1])), timeout=1).close()
+
+
+def test_all_interfaces_of_a_peer_are_used() -> None:
+    other = TcpTransport(ReplicaStore(), SECRET, host=["127.0.0.1", "127.0.0.2"])
+    mine = TcpTransport(ReplicaStore(), SECRET)
+    assert [way.split(":")[0] for way in other.address.split(",")] == ["127.0.0.1", "127.0.0.2"]
+    copy = make(70 * CHUNK + 5)
+    assert push(mine, other.address, copy) == copy[0].nbytes
+    assert fetch(mine, other.address, copy[0].id) == (copy[0], copy[2], bytearray(copy[1]))
+    assert {way for way, idle in mine._peers._idle.items() if idle} == set(other.address.split(","))
+    mine.close_peers(other.address)
+    assert not mine._peers._idle
+    mine.close()
+    other.close()
+
+
+@pytest.mark.parametrize("down", ["refused", "silent", "in the middle"])
+def test_an_interface_that_is_down_is_left_out(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, down: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(net, "_STALL", 0.5)
+    monkeypatch.setattr(net, "_PUSHED_ALONE", 4)
+    mine, relay = TcpTransport(ReplicaStore(), SECRET), Stuck(peer.address)
+    both = f"{relay.address},{peer.address}"
+    if down == "refused":
+        relay.close()
+    if down == "silent":
+        relay.stuck.set()
+
+    def gate() -> None:
+        if down == "in the middle" and mine.sent_bytes > 8 * CHUNK:
+            relay.stuck.set()
+
+    copies = [make(size * CHUNK + 1, role) for role, size in enumerate((64, 1, 2, 64))]
+    for copy in copies:
+        assert push(mine, both, copy, gate=gate) == copy[0].nbytes
+        assert fetch(mine, both, copy[0].id) == (copy[0], copy[2], bytearray(copy[1]))
+    assert mine.request(both, StrikeCopy("x", 1), 20) == Accepted()
+    assert [record.args[1] for record in caplog.records] == [relay.address]  # once
+    mine.close()
+    relay.close()
+
+
+def test_without_any_way_left_the_error_says_so(mine: TcpTransport) -> None:
+    closed = [listen("127.0.0.1") for _ in range(2)]
+    ways = [f"127.0.0.1:{each.getsockname()[1]}" for each in closed]
+    for each in closed:
+        each.close()
+    for _ in range(2):
+        with pytest.raises(TransportError, match="refused"):
+            push(mine, ",".join(ways), make(100))
+
+
+def test_a_slow_interface_is_left_out(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(net, "_PUSHED_ALONE", 4)
+    mine, relay = TcpTransport(ReplicaStore(), SECRET), Stuck(peer.address)
+    relay.slow.set()
+    both, copy = f"{relay.address},{peer.address}", make(64 * CHUNK)
+    assert push(mine, both, copy) == copy[0].nbytes
+    assert mine._left_out.rest(both) == [peer.address]
+    mine.close()
+    relay.close()

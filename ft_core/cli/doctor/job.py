@@ -185,10 +185,11 @@ def _reachable(nodes: Mapping[str, NodeAddress], of: int) -> Iterator[Finding]:
     """From here: the machine on which a firewall is wrong is not always the first. `of`: nodes in all."""
     deaf = []
     for node, about in nodes.items():
-        try:
-            socket.create_connection(split_address(about.data), timeout=_REACH).close()
-        except OSError as error:
-            deaf.append(f"{node} at {about.data}: {error}")
+        for way in about.data.split(","):
+            try:
+                socket.create_connection(split_address(way), timeout=_REACH).close()
+            except OSError as error:
+                deaf.append(f"{node} at {way}: {error}")
     advice = "let the nodes reach each other on all ephemeral ports; state comes from there in a recovery"
     all_answer = f"all {of} answer" if len(nodes) == of else f"{len(nodes)} of {of:,} were asked, and answer"
     found = "; ".join(deaf[:NAMED]) + f" and {len(deaf) - NAMED} others" * (len(deaf) > NAMED)

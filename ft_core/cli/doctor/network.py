@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ft_core.cli.doctor.case import Case, Check, Finding, fail, judge, ok, warn
+from ft_core.errors import ConfigError
+from ft_core.net import interfaces
 from ft_core.protocol.pulses import receiver
 from ft_core.protocol.sockets import addresses_of, listen, split_address
 from ft_core.settings import SECRET_ADVICE, SECRET_ENV
@@ -100,6 +102,23 @@ def _controller(host: str, address: str, port: int) -> Iterator[Finding]:
     except OSError as error:
         advice = "a firewall, or the wrong name: every node must reach it"
         yield fail("controller's address", f"{host}:{port}: {error}", advice)
+
+
+def interface(case: Case) -> Iterator[Finding]:
+    """Agents can serve state where they were told to; and where that is."""
+    if not case.several_nodes or case.settings is None:
+        return
+    try:
+        found = interfaces.chosen(case.settings.interfaces, case.controller)
+    except ConfigError as error:
+        yield fail("data interface", str(error), "ftrun would refuse to start; correct this")
+        return
+    where = ", ".join(map(str, found))
+    if any(each.kind == "loopback" for each in found):
+        advice = "give --rdzv-endpoint an address, or --ft-interface an interface, that other nodes reach"
+        yield fail("data interface", f"state would be served on {where}", advice)
+    elif found:
+        yield ok("data interface", f"state is served on {where}")
 
 
 def clock(case: Case) -> Iterator[Finding]:
@@ -195,4 +214,4 @@ def _file_system(root: Path, path: Path) -> str:
     return found
 
 
-CHECKS: tuple[Check, ...] = (names, ports, clock, directories, secret)
+CHECKS: tuple[Check, ...] = (names, ports, interface, clock, directories, secret)

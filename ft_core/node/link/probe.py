@@ -10,6 +10,7 @@ from ft_core.protocol import transfers as t
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.messages import ProbeResult
 
+_BEST_FIRST: tuple[ProbeResult, ...] = ("reached", "refused")
 PROBE = 2.0
 """Seconds that a node has to answer."""
 
@@ -17,8 +18,14 @@ PROBE = 2.0
 async def probe(nodes: Mapping[str, str], secret: bytes, stalled: float) -> dict[str, ProbeResult]:
     """By name: see `ProbeResult`. `nodes`: addresses of their agents. One that has done nothing for `stalled`
     seconds does not count as reached, though a thread of it answers."""
-    found = await asyncio.gather(*(_probe(address, secret, stalled) for address in nodes.values()))
+    found = await asyncio.gather(*(_by_any_way(address, secret, stalled) for address in nodes.values()))
     return dict(zip(nodes, found, strict=True))
+
+
+async def _by_any_way(address: str, secret: bytes, stalled: float) -> ProbeResult:
+    """The best that one of an agent's interfaces answers."""
+    found = await asyncio.gather(*(_probe(way, secret, stalled) for way in address.split(",")))
+    return next((each for each in _BEST_FIRST if each in found), "silent")
 
 
 async def _probe(address: str, secret: bytes, stalled: float) -> ProbeResult:

@@ -82,8 +82,8 @@ class Ready:
         return there if self._view.gpus() else there + self._room(plan, playing)
 
     def _room(self, plan: m.NodePlan, like: Collection[Worker]) -> int:
-        host = self._about.data.rpartition(":")[0]
-        agents = sum(each.data.rpartition(":")[0] == host for each in plan.nodes.values())
+        host = _host_of(self._about.data)
+        agents = sum(_host_of(each.data) == host for each in plan.nodes.values())
         return self._view.room([worker.number for worker in like], agents)
 
     def _guard(
@@ -322,3 +322,8 @@ def covers(counts: m.Counts, position: m.Version, completed: Mapping[str, tuple[
         if not past and done.get(tally, 0) < count:
             return False
     return True
+
+
+def _host_of(data: str) -> str:
+    """The first of an agent's addresses, without its port."""
+    return data.partition(",")[0].rpartition(":")[0]

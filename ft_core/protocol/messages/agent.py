@@ -25,6 +25,7 @@ from ft_core.protocol.messages.roles import (
 )
 from ft_core.protocol.messages.values import (
     Address,
+    Addresses,
     CheckpointName,
     Counts,
     Epoch,
@@ -278,7 +279,7 @@ class AgentHello(Message, frozen=True):
     pid: Number
     node_rank: Number
     domain: str
-    data: Address
+    data: Addresses
     holdings: Holdings
     said: list[SaidAgain]
     draining: bool
@@ -394,7 +395,7 @@ class ProbeNodes(Message, frozen=True):
     """Which of these nodes, at these addresses, do you reach?"""
 
     round: Number
-    nodes: dict[NodeName, Address]
+    nodes: dict[NodeName, Addresses]
 
 
 class SendHeartbeat(Message, frozen=True):

@@ -41,6 +41,8 @@ _HOST = (
 _PORT = r"(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
 Address = Annotated[str, Meta(pattern=rf"^{_HOST}:{_PORT}\Z")]
 """HOST:PORT of a process, such as can be connected to: nobody who is told it stumbles over it."""
+Addresses = Annotated[str, Meta(pattern=rf"^{_HOST}:{_PORT}(,{_HOST}:{_PORT}){{0,15}}\Z")]
+"""Those of one process, by each of its interfaces."""
 CheckpointName = Annotated[
     str, Meta(pattern=r"^step-[0-9]{1,18}-[0-9]{1,19}-[0-9A-Za-z_]{1,64}-[0-9]{1,10}\Z")
 ]
@@ -86,7 +88,7 @@ def check_texts(parsed: Callable[[str], object], texts: Iterable[str]) -> None:
 class NodeAddress(Value, frozen=True):
     """Where a node's memory is asked for, and what it may be lost with."""
 
-    data: Address
+    data: Addresses
     domain: str
 
 
@@ -94,7 +96,7 @@ class Host(Value, frozen=True, array_like=True):
     """A node of a plan, and the roles that it plays; empty for none."""
 
     name: NodeName
-    data: Address
+    data: Addresses
     domain: str
     """Empty where it is the node's name."""
     roles: Annotated[str, Meta(pattern=rf"^({RUNS})?\Z")]
