@@ -8,6 +8,8 @@ worth; and an epoch that begins for another reason brings it along.
 from __future__ import annotations
 
 import math
+from collections import deque
+from statistics import median
 
 from ft_core.control.cluster_state import ClusterState
 from ft_core.control.prestart.stop import Stop
@@ -20,11 +22,13 @@ WINDOW = 1000.0
 WORTH = 10.0
 """Seconds of waiting in that time for which it is changed: one percent."""
 ROOM = 1.25
-"""How many times as long as copies have taken they may take."""
+"""How many times as long as copies take, as a rule, they may take."""
+RECENT = 32
+"""Looks of which it is known how long copies took: the half of them is the rule, whatever was slow once."""
 MOST = 64
 """Steps that are chosen at the most."""
 SETTLED = 5
-"""Steps without which nothing is known."""
+"""Steps without which nothing is known; and three looks, with a step in between."""
 TRIES = 3
 """Requests to stop, after which the job goes on as it is until it is looked at again."""
 
@@ -40,10 +44,13 @@ class ProtectionPeriod:
         self._since = 0.0
         self._step = 0
         self._waited: dict[int, float] = {}
+        self._newest = 0
+        self._copying: deque[float] = deque(maxlen=RECENT)
 
     def begins_anew(self) -> None:
         """What was measured is not what there is now."""
         self.stop, self._epoch = None, 0
+        self._copying.clear()
 
     def wanted(self, cluster: ClusterState, now: float) -> int | None:
         """All roles train: the period to change to, if it is to be changed."""
@@ -58,12 +65,16 @@ class ProtectionPeriod:
         passed, steps = now - self._since, newest - self._step
         if self._epoch != cluster.epoch or steps < 0:
             passed = math.inf
-        elif steps >= SETTLED:
+            self._copying.clear()
+        elif newest > self._newest:
+            self._copying.append(max(beat.copy_s for beat in beats.values()))
+        self._newest = newest
+        if passed < math.inf and steps >= SETTLED and len(self._copying) >= 3:
             waits = (
                 beat.waited_s - self._waited.setdefault(role, beat.waited_s) for role, beat in beats.items()
             )
             waited = max(waits)
-            copying = max(beat.copy_s for beat in beats.values())
+            copying = median(self._copying)
             found = self._found(cluster.current_plan.every, passed, steps, waited, copying)
             if found is not None:
                 self.begins_anew()
@@ -79,8 +90,7 @@ class ProtectionPeriod:
         step = max(passed - waited, 1e-3) / steps
         needed = min(max(1, math.ceil(ROOM * copying / step)), MOST)
         if waited >= WORTH:
-            longer = max(needed, min(every + 1, MOST))
-            return longer if longer > every else None
+            return needed if needed > every else None
         if passed >= WINDOW and 2 * needed <= every:
             return needed
         return None

@@ -823,7 +823,9 @@ class SimJob:
             if self.over or not self.drained:
                 return
             self.join()
-            self.world.run(self.world.now + 3 * _CALM, lambda: self.over or not self.drained)
+            limit = 3 * _CALM + 3 * self.every * self.step  # until copies are elsewhere, or all was tried
+            limit = _LIMIT if self._hopeless else limit
+            self.world.run(self.world.now + limit, lambda: self.over or not self.drained)
         if not self.over:
             raise Invariant.DRAINS.broken(f"{self.drained} are being drained for ever; {self._where()}")
 
