@@ -115,7 +115,9 @@ def parser() -> Parser:
         type=float,
         default=None,
         metavar="SECONDS",
-        help="for workers that handle SIGTERM, to end after it; default: until its sender's patience ends",
+        help="for workers that handle SIGTERM, to end after it (default: until its sender's patience ends); "
+        "and for the newest version's way to storage where the job ends otherwise than by its script's end "
+        f"(default {Settings.shutdown_timeout:g})",
     )
     t.add_argument(
         "--signals-to-handle",
@@ -440,6 +442,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         direct=args.ft_direct_nodes,
         http=_address("--ft-http", args.ft_http),
         metrics=_metrics(args.ft_metrics_port),
+        **({} if args.shutdown_timeout is None else {"shutdown_timeout": args.shutdown_timeout}),
         **given,
         given=sorted(given),
     )
