@@ -7,8 +7,6 @@ end of a job waits no longer, and its exit code and its reason stay what they ar
 
 from __future__ import annotations
 
-import logging
-
 from ft_core.control.decide import last_version
 from ft_core.control.decide.last_version import LastVersion
 from ft_core.control.observe import explain
@@ -16,8 +14,6 @@ from ft_core.control.phases import Saving
 from ft_core.control.recovery import RecoveryCoordinator
 from ft_core.errors import Unrecoverable
 from ft_core.protocol.messages import VersionSaved
-
-log = logging.getLogger(__name__)
 
 _HURRY = 0.25
 """As a part of all the time that there is: after so much of it workers are ended that are still in their
@@ -67,8 +63,7 @@ class FinalSave:
         cluster = self._cluster
         try:
             last = last_version.choose(cluster)
-        except Unrecoverable as error:
-            log.warning("%s", error)
+        except Unrecoverable:
             self._failed(phase, "no version is whole in the memory of the nodes that are left")
             return
         if last is None:
