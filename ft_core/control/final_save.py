@@ -67,7 +67,7 @@ class FinalSave:
             self._failed(phase, "no version is whole in the memory of the nodes that are left")
             return
         if last is None:
-            self._recovery.finish(phase.code, phase.reason)
+            self._failed(phase, "all that is whole in the memory of the nodes is what the script begins with")
             return
         if cluster.settings.durable_dir:
             there = self._on_storage(last)

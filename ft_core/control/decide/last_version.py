@@ -25,11 +25,13 @@ class LastVersion:
 
 
 def choose(cluster: ClusterState) -> LastVersion | None:
-    """The newest version that the nodes hold together; None where a script, started again, begins with it
-    anyway. Raises Unrecoverable if they hold none."""
+    """The newest version that the nodes hold together; None where that is what a script, started again,
+    begins with anyway. Raises Unrecoverable if they hold none."""
     places = _writers(cluster)
     found = newest_in_memory(cluster, places)
-    return LastVersion(found[0], places, found[1]) if found is not None else None
+    if found is None or found[0] <= (cluster.initial_version or 0):
+        return None
+    return LastVersion(found[0], places, found[1])
 
 
 def _writers(cluster: ClusterState) -> Places:
