@@ -7,8 +7,11 @@ end of a job waits no longer, and its exit code and its reason stay what they ar
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ft_core.control.decide import last_version
 from ft_core.control.decide.last_version import LastVersion
+from ft_core.control.events import PrintConsole
 from ft_core.control.observe import explain
 from ft_core.control.phases import Saving
 from ft_core.control.recovery import RecoveryCoordinator
@@ -70,8 +73,7 @@ class FinalSave:
             self._failed(phase, "all that is whole in the memory of the nodes is what the script begins with")
             return
         if cluster.settings.durable_dir:
-            there = self._on_storage(last)
-            if there is None:
+            if (there := self._on_storage(phase, last)) is None:
                 return
             if there and max(there) >= last.version:
                 self._saved(phase, max(there), there[max(there)])
@@ -82,7 +84,7 @@ class FinalSave:
 
     def _verify(self, phase: Saving, last: LastVersion) -> None:
         """Once all is written, see whether all nodes find it whole."""
-        if phase.left or (there := self._on_storage(last)) is None:
+        if phase.left or (there := self._on_storage(phase, last)) is None:
             return
         name = there.get(last.version, "")
         if name and int(name.split("-")[2]) == self._cluster.epoch:
@@ -91,19 +93,26 @@ class FinalSave:
             where = explain.place_of_last_version(self._cluster)
             self._failed(phase, f"{where} is no storage that all nodes see: give another --ft-durable-dir")
 
-    def _on_storage(self, last: LastVersion) -> dict[int, str] | None:
-        """The checkpoints that all who have a part can read, by version; None until they have said."""
+    def _on_storage(self, phase: Saving, last: LastVersion) -> Mapping[int, str] | None:
+        """The checkpoints that all who have a part can read, by version; None until they have said. Where
+        somebody cannot look, the job is over."""
         checkpoints, nodes = self._recovery.checkpoints, self._cluster.nodes
         who = set(last.places.values())
         self._out.emit(*checkpoints.ask(nodes, who))
-        found = checkpoints.common(who)
-        return None if found is None else dict(found)
+        if errors := [error for name, error in sorted(checkpoints.errors.items()) if name in who]:
+            where = explain.place_of_last_version(self._cluster)
+            self._failed(phase, f"{where} cannot be read: {'; '.join(errors)}")
+            return None
+        return checkpoints.common(who)
 
     def _saved(self, phase: Saving, version: int, name: str) -> None:
         said = explain.saved(self._cluster, version, name)
-        self._recovery.finish(phase.code, phase.reason, "saved", said, version)
+        self._out.record("saved", said, version=version)
+        self._out.emit(PrintConsole(f"ftrun: {said}"))
+        self._recovery.finish(phase.code, phase.reason)
 
     def _failed(self, phase: Saving, why: str) -> None:
         said = explain.not_saved(self._cluster, why)
-        version = phase.last.version if phase.last is not None else None
-        self._recovery.finish(phase.code, phase.reason, "not_saved", said, version)
+        self._out.record("not_saved", said, version=phase.last.version if phase.last is not None else None)
+        self._out.emit(PrintConsole(f"ftrun: {said}", "ERROR"))
+        self._recovery.finish(phase.code, phase.reason)

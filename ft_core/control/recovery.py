@@ -377,16 +377,11 @@ class RecoveryCoordinator:
         there = isinstance(self.phase, Running | Quiescing | Waiting) and self.cluster.trained
         return there and bool(self.cluster.nodes) and not self.protection.unprotected
 
-    def finish(
-        self, code: int, reason: str, saved: str = "", said: str = "", version: m.Version | None = None
-    ) -> None:
-        """The job is over. `saved`: the event that tells of its last version, with what it `said` of that."""
+    def finish(self, code: int, reason: str) -> None:
+        """The job is over."""
         self.transition(Done(code))
         if code == 0:
             self.out.emit(ScriptsDone())
-        if saved:
-            self.out.record(saved, said, version=version)
-            self.out.emit(PrintConsole(f"ftrun: {said}", "INFO" if saved == "saved" else "ERROR"))
         self.out.record("goodput", time=TimeGoes(Cause.UNKNOWN))
         self.out.record("finished" if code == 0 else "stopped", reason)
         self.out.send_to_all(m.Shutdown(code=code))
