@@ -363,7 +363,7 @@ class RecoveryCoordinator:
         if at_once or code == 0 or not self._has_something_to_save():
             self.finish(code, reason)
             return
-        self.escalation = None
+        self.escalation = None  # INV-25 (saved)
         if isinstance(phase, Running):
             self.end_epoch("stopping", reason, ())
         else:

@@ -136,6 +136,8 @@ class NodeShell:
         self._handling = False
         self._fetching: Counter[int] = Counter()
         """Roles whose state is being brought here, and how often: an epoch that is over may still do so."""
+        self._saving = 0
+        """Parts of the job's last version that are being written."""
         roles = settings.nproc_per_node
         self._storage = ThreadPoolExecutor(2 * roles + 1, "ft-storage")
         """A save and a load for each role, and a list."""
@@ -194,6 +196,8 @@ class NodeShell:
         watchdog.daemon = True
         watchdog.start()
         await self._close()
+        if self._saving:  # its storage hangs, and the job has waited for it as long as it may
+            os._exit(code)
         return code
 
     def _open(self) -> None:
@@ -472,6 +476,7 @@ class NodeShell:
     async def _write_version(self, order: e.WriteVersion) -> None:
         """The part of a role, and before that what another node has of it."""
         failed, first = "", order.held[0]
+        self._saving += 1
         try:
             if not self.settings.durable_dir and not (self.job_dir / "events.jsonl").exists():
                 raise FtError(f"{self.job_dir} is not the controller's: give a --ft-durable-dir")
@@ -488,6 +493,7 @@ class NodeShell:
             await self._on_storage(durable.save, *where, *what)
         except (OSError, FtError) as error:
             failed = str(error)
+        self._saving -= 1
         self._handle(e.VersionWritten(order, failed))
 
     async def _list_durable(self, number: int) -> None:

@@ -12,12 +12,13 @@ pytest.importorskip("megatron.training", reason="megatron-core's wheels hold it 
 
 TRAINING = Pretrain(world=2, more=DISTOPT)
 STEPS, FAILS = 8, 4
+SAVES = (f"--save-interval={STEPS}",)
 
 
 @pytest.mark.timeout(300)  # a minute, where the machine has nothing else to do
 def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
     expected, saved = tmp_path / "expected", tmp_path / "saved"
-    text = reference(TRAINING, STEPS, tmp_path / "plain", "--save", str(expected))
+    text = reference(TRAINING, STEPS, tmp_path / "plain", *SAVES, "--save", str(expected))
     durable = f"--ft-durable-dir={tmp_path / 'durable'}"
     error = ("--ft-inject", f"1@forward:{FAILS}:errors", "--max-restarts=0")
     with Job(tmp_path / "first", TRAINING, STEPS, spares=0, ftrun=(durable, *error)) as job:
@@ -26,7 +27,7 @@ def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
     [event] = first.of("saved")
     assert event["version"] == FAILS
     check_clean(first)
-    flags = ("--save", str(saved))
+    flags = (*SAVES, "--save", str(saved))
     with Job(tmp_path / "second", TRAINING, STEPS, spares=0, ftrun=(durable,), flags=flags) as job:
         second = job.finish()
     assert second.code == 0, second.output[-4000:]
