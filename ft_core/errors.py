@@ -11,7 +11,7 @@ EXIT_CODES = {
     "2": "flags or settings cannot work, and nothing was started; or this node was never let into the job",
     "9": "of a node without the controller: its agent was killed, or has failed of an error of its own; the "
     "job goes on without this node, and it may join again (6, 7, 11: the same, of that signal)",
-    "130": "Ctrl-C: everything here was ended at once",
+    "130": "Ctrl-C; the second one ended everything here at once",
     "143": "the job, or its part here, was told to end by SIGTERM, and its script does not handle that",
     "any other": "the script's own, of the worker that the job ended of",
 }

@@ -26,6 +26,8 @@ SECRET_ADVICE = (
 )
 SHORTEST = 16
 """Bytes of a secret that is not guessed by who has heard a connection being made."""
+SAVED = "saved"
+"""The directory in the job directory that the newest version goes to where a job ends that has no other."""
 JOB, SECRET, ID = "job.json", "secret", "id"
 """Files in the job directory: its settings; its secret; its id, where its controller has a fixed address."""
 _WRITTEN = 2.0
@@ -140,6 +142,8 @@ class Settings:
     max_restarts: int = 3
     """How often in a row all scripts are started again, from storage, without a new step in between, before
     the job ends (`--max-restarts`). 0: what cannot be gone on from in place ends it at once."""
+    shutdown_timeout: float = 20.0
+    """Seconds that the newest version may take to storage when the job ends (`--shutdown-timeout`)."""
     redirects: int = 3
     """Which of a worker's streams go to files: 0 none, 1 stdout, 2 stderr, 3 both."""
     tee: int = 3
@@ -264,8 +268,8 @@ class Settings:
             raise ConfigError(f"{name['snapshot']} {self.snapshot!r}: give {' or '.join(SNAPSHOTS)}")
         if self.durable_interval < 0:
             raise ConfigError(f"{name['durable_interval']} {self.durable_interval} must be positive")
-        if bool(self.durable_dir) != bool(self.durable_interval):
-            raise ConfigError(f"{name['durable_dir']} and {name['durable_interval']} go together")
+        if self.durable_interval and not self.durable_dir:
+            raise ConfigError(f"{name['durable_interval']} needs {name['durable_dir']}")
         if self.min_nodes and self.policy != "shrink":
             raise ConfigError(
                 f"--nnodes {self.min_nodes}:{self.nnodes} starts without some replica groups: that takes "

@@ -116,7 +116,9 @@ def parser() -> Parser:
         type=float,
         default=None,
         metavar="SECONDS",
-        help="for workers that handle SIGTERM, to end after it; default: until its sender's patience ends",
+        help="for workers that handle SIGTERM, to end after it (default: until its sender's patience ends); "
+        "and for the newest version's way to storage where the job ends otherwise than by its script's end "
+        f"(default {Settings.shutdown_timeout:g})",
     )
     t.add_argument(
         "--signals-to-handle",
@@ -458,6 +460,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         interfaces=interfaces.parse(args.ft_interface),
         http=_address("--ft-http", args.ft_http),
         metrics=_metrics(args.ft_metrics_port),
+        **({} if args.shutdown_timeout is None else {"shutdown_timeout": args.shutdown_timeout}),
         **given,
         given=sorted(given),
     )

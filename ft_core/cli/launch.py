@@ -18,7 +18,7 @@ from typing import NoReturn
 from ft_core.cli import failure_domains, torchrun
 from ft_core.cli.flags import parse, settings_of
 from ft_core.cli.job_dir import check, prepared
-from ft_core.cli.launcher import Launcher, tell
+from ft_core.cli.launcher import INTERRUPTED, Launcher, tell
 from ft_core.errors import ConfigError
 from ft_core.net import interfaces
 from ft_core.process.lines import LOG_CONTEXT
@@ -57,17 +57,19 @@ def main(argv: list[str] | None = None) -> int:
         tell(f"ftrun: {error}{torchrun.origin(variables)}", "ERROR")
         return 2
     except KeyboardInterrupt:  # while it waits for a name
-        return 130
+        return INTERRUPTED
     launcher.patience = math.inf if args.shutdown_timeout is None else args.shutdown_timeout
     for number in like_sigterm:
         signal.signal(number, lambda *_: launcher.terminate())
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else a shell's `&` has it ignored
+        signal.signal(signal.SIGINT, lambda *_: launcher.interrupt())
     for number in (signal.SIGHUP, signal.SIGQUIT):
         if signal.getsignal(number) is signal.SIG_DFL:  # else nohup has said that it is to be ignored
             signal.signal(number, _end)
     try:
         return launcher.wait()
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     finally:
         for number in ENDS:  # somebody may be impatient in the moment that this takes
             signal.signal(number, signal.SIG_IGN)

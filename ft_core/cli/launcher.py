@@ -23,6 +23,8 @@ from ft_core.process.lines import LOG_CONTEXT
 from ft_core.process.sigterm import ENDED
 from ft_core.protocol.sockets import reserve, split_address
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
 _POLL = 0.05
 _STOP_GRACE = 15.0
 """Seconds that agents have to end once the controller has."""
@@ -98,6 +100,8 @@ class Launcher:
         """Seconds that workers have to end after SIGTERM, if they handle it."""
         self._told_at: float | None = None
         """When SIGTERM has come, for the first time."""
+        self._interrupted = False
+        """Whether that was Ctrl-C."""
         self._pass_on_at = math.inf
         self._deadline = math.inf
 
@@ -158,7 +162,11 @@ class Launcher:
         self._agents.append(agent)
 
     def wait(self) -> int:
-        """Until the job is over. Returns its exit code."""
+        """Until the job is over. Returns its exit code. Raises KeyboardInterrupt at the second Ctrl-C."""
+        code = self._wait()
+        return INTERRUPTED if self._interrupted and code == ENDED else code
+
+    def _wait(self) -> int:
         while True:
             if self._told:
                 self._pass_on()
@@ -215,6 +223,13 @@ class Launcher:
         elif now - self._told_at > _AS_ONE:
             sys.exit(ENDED)
 
+    def interrupt(self) -> None:
+        """Ctrl-C has come: as SIGTERM, but the next one ends everything, however soon it comes."""
+        if self._told:
+            raise KeyboardInterrupt
+        self._interrupted = True
+        self.terminate()
+
     def _pass_on(self) -> None:
         """Again and again, since a process that is just starting may miss it; to agents it is the same."""
         now = time.monotonic()
@@ -223,6 +238,8 @@ class Launcher:
             tell(
                 "ftrun: told to end (SIGTERM), and tells the workers; those that handle it end by themselves."
                 f" Once more, after {_AS_ONE:.0f} s, ends them at once."
+                if not self._interrupted
+                else "ftrun: told to end (Ctrl-C), and tells the workers. Once more ends them at once."
             )
         if now < self._pass_on_at:
             return

@@ -12,7 +12,8 @@ Its reasons:
 A job is `Forming` until there are workers for all roles, then `Running`. When something fails the epoch
 ends: while it is `Quiescing`, workers leave their step and nodes report what they hold. Then the next epoch
 is `Running`, or the job is `Waiting` for what it lacks. A controller that learns what its predecessor knew is
-`Rebuilding`; a job that is over is `Done`. `phases` has the table of what leads to what.
+`Rebuilding`. A job that ends before its scripts do is `Saving` first (`final_save`), and one that is over is
+`Done`. `phases` has the table of what leads to what.
 
 One event is handled in three steps, all in `machine.Controller.handle`. First the part of the machine that it
 concerns takes it in: `reports` (what agents say while all is well), `worker_failures`, `node_failures`,

@@ -24,10 +24,11 @@ from ft_core.control.decide.outcomes import (
     Outcome,
     RestartScripts,
 )
+from ft_core.control.final_save import FinalSave
 from ft_core.control.liveness import strikes
 from ft_core.control.observe import explain
 from ft_core.control.observe.observations import TimeGoes
-from ft_core.control.phases import Forming, Quiescing, Waiting
+from ft_core.control.phases import Forming, Quiescing, Saving, Waiting
 from ft_core.control.recovery import RecoveryCoordinator
 from ft_core.protocol.goodput import Cause
 
@@ -44,6 +45,7 @@ class Decisions:
 
     def __init__(self, recovery: RecoveryCoordinator) -> None:
         self._recovery, self._cluster, self._out = recovery, recovery.cluster, recovery.out
+        self.final_save = FinalSave(recovery)
 
     def settle(self) -> None:
         """Decide, until nothing has happened that the last decision did not know of. The end of each
@@ -57,6 +59,8 @@ class Decisions:
                 self._form(phase)
             elif isinstance(phase, Quiescing | Waiting):
                 self._recover(phase)
+            elif isinstance(phase, Saving):
+                self.final_save.advance(phase)
         raise RuntimeError(f"epoch {self._cluster.epoch}: decisions lead to nothing but decisions")
 
     def ask_durable_versions(self, nodes: Collection[str]) -> Mapping[int, str] | None:

@@ -48,7 +48,7 @@ from ft_core.control.observe.goodput import Account
 from ft_core.control.observe.observations import PartWritten, TimeGoes
 from ft_core.control.observe.observer import Observer
 from ft_core.control.observe.progress_reporter import ProgressReporter
-from ft_core.control.phases import Done, Forming, Phase, Rebuilding, Running, Waiting
+from ft_core.control.phases import Done, Forming, Phase, Rebuilding, Running, Saving, Waiting
 from ft_core.control.recovery import RecoveryCoordinator
 from ft_core.control.reports import Reports
 from ft_core.control.script_settings import ScriptSettings
@@ -144,6 +144,7 @@ class Controller:
                 about = f"{settings.nnodes} nodes of {settings.nproc_per_node} workers"
                 self._out.record("started", about, time=TimeGoes())
         self._handle(event)
+        self._termination.let_go()
         self._decisions.settle()
         if isinstance(event, Tick):
             self._tell_progress()
@@ -173,11 +174,10 @@ class Controller:
         elif isinstance(event, Terminate):
             self._termination.on_signal()
         elif isinstance(event, LauncherGone):
-            self._recovery.end_job(1, "ftrun is gone")
+            self._recovery.end_job(1, "ftrun is gone", at_once=True)
         elif isinstance(event, Failed):
-            self._recovery.end_job(
-                1, f"{FAILURES} controllers in a row have failed, this one of {event.error}"
-            )
+            why = f"{FAILURES} controllers in a row have failed, this one of {event.error}"
+            self._recovery.end_job(1, why, at_once=True)
         else:
             assert_never(event)
 
@@ -374,6 +374,8 @@ class Controller:
                     self._not_written = (cluster.epoch, version)
                     reason = f"node {node.name}: {message.reason}"
                     self._out.record("durable_failed", reason, [message.role], version=version)
+            case m.VersionSaved():
+                self._decisions.final_save.answered(message)
             case m.Completed():
                 self._recovery.completion.said(message)
                 self._recovery.release_if_complete()
@@ -423,7 +425,7 @@ class Controller:
         self._recovery.tell_of_strikes()
         self._out.emit(*self._questions.tick(now))
         self._script.answer_if_used()
-        if isinstance(self.phase, Forming | Waiting):
+        if isinstance(self.phase, Forming | Waiting | Saving):
             self._recovery.decision_due = True
         elif isinstance(self.phase, Rebuilding):
             self._rebuild(self.phase)

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from ft_core.control.decide.last_version import LastVersion
 from ft_core.process.transitions import Transitions
 
 
@@ -62,6 +63,24 @@ class Waiting:
 
 
 @dataclass
+class Saving:
+    """The job ends; before that its nodes write the newest version that they hold to storage."""
+
+    name: ClassVar[str] = "saving"
+    code: int
+    reason: str
+    since: float
+    until: float
+    """When it ends, whatever is written by then."""
+    last: LastVersion | None = None
+    """What is written, once it is known."""
+    left: set[int] = field(default_factory=set)
+    """Roles whose parts of it are not written yet."""
+    hurried: bool = False
+    """Whether workers were ended that did not leave their step."""
+
+
+@dataclass
 class Done:
     """The job is over."""
 
@@ -69,7 +88,7 @@ class Done:
     code: int
 
 
-Phase = Forming | Rebuilding | Running | Quiescing | Waiting | Done
+Phase = Forming | Rebuilding | Running | Quiescing | Waiting | Saving | Done
 
 TRANSITIONS: Transitions[Phase] = {
     Forming: {
@@ -90,15 +109,18 @@ TRANSITIONS: Transitions[Phase] = {
     Quiescing: {
         Running: "all have reported, and it is decided how to go on",
         Waiting: "all have reported, and something is missing",
+        Saving: "the job ends, and what is in memory is written first",
         Quiescing: "before it is decided, the next epoch ends too",
         Rebuilding: "a node has begun a newer plan, which is another controller's",
         Done: "nothing is left to go on from, no restart could help, or it is told to end",
     },
     Waiting: {
         Running: "what was missing is there",
+        Saving: "the job ends, and what is in memory is written first",
         Quiescing: "the next epoch ends, too: roles begin anew",
         Rebuilding: "a node has begun a newer plan, which is another controller's",
         Done: "nothing is left to go on from, no restart could help, or it is told to end",
     },
+    Saving: {Done: "it is written, cannot be, or its time is over"},
     Done: {},
 }

@@ -30,6 +30,7 @@ from ft_core.control.phases import (
     Quiescing,
     Rebuilding,
     Running,
+    Saving,
     Waiting,
 )
 from ft_core.control.plan_delivery import PlanDelivery
@@ -98,7 +99,7 @@ class RecoveryCoordinator:
     @property
     def recovering(self) -> bool:
         """Whether an epoch has ended, and the next has yet to begin."""
-        return isinstance(self._phase, Quiescing | Waiting)
+        return isinstance(self._phase, Quiescing | Waiting | Saving)
 
     def reconsider(self) -> None:
         """Something has changed that a decision may depend on: if an epoch has ended, decide once more."""
@@ -203,7 +204,7 @@ class RecoveryCoordinator:
         more: dict[str, Any] = {"fault": fault, "node": node} if fault is not None else {}
         if isinstance(phase, Rebuilding):
             phase.undone.append((reason, list(roles)))
-        elif isinstance(phase, Forming | Done):
+        elif isinstance(phase, Forming | Saving | Done):
             out.record("detected", reason, roles, **more)
             self.decision_due = True
         elif self.completion.released:
@@ -229,6 +230,9 @@ class RecoveryCoordinator:
         """
         cluster, out, about = self.cluster, self.out, cause.about
         if isinstance(self.phase, Done):
+            return
+        if isinstance(self.phase, Saving):
+            self.fail(cause.reason, cause.roles, **about)
             return
         if self.escalation is not None and not isinstance(self.phase, Running):  # they begin anew already
             self.fail(cause.reason, cause.roles, **about)
@@ -347,16 +351,38 @@ class RecoveryCoordinator:
         self.end_job(0, "every role has finished")
         return True
 
-    def end_job(self, code: int, reason: str, shown: str = "") -> None:
-        """End the job with this exit code, unless it is over. `shown`: on the console, if not `reason`."""
-        if isinstance(self.phase, Done):
+    def end_job(self, code: int, reason: str, shown: str = "", *, at_once: bool = False) -> None:
+        """End the job with this exit code, unless it is over or ends already. `shown`: on the console, if not
+        `reason`. What is in memory is written to storage first (`final_save`), unless scripts are done, or it
+        has to end `at_once`."""
+        phase, now = self.phase, self.out.now
+        if isinstance(phase, Done) or (isinstance(phase, Saving) and not at_once):
             return
+        if code:
+            self.out.emit(PrintConsole(f"ftrun: the job stops: {shown or reason}", "ERROR"))
+        if at_once or code == 0 or not self._has_something_to_save():
+            self.finish(code, reason)
+            return
+        self.escalation = None  # INV-25 (saved)
+        if isinstance(phase, Running):
+            self.end_epoch("stopping", reason, ())
+        else:
+            self.out.record("stopping", reason, time=TimeGoes(Cause.DECISION))
+        self.checkpoints = self.checkpoints.forgotten()
+        self.transition(Saving(code, reason, now, now + self.cluster.settings.shutdown_timeout))
+        self.decision_due = True
+
+    def _has_something_to_save(self) -> bool:
+        """Whether a step was done, of which nodes hold what they need to do it once more."""
+        there = isinstance(self.phase, Running | Quiescing | Waiting) and self.cluster.trained
+        return there and bool(self.cluster.nodes) and not self.protection.unprotected
+
+    def finish(self, code: int, reason: str) -> None:
+        """The job is over."""
         self.transition(Done(code))
         if code == 0:
             self.out.emit(ScriptsDone())
         self.out.record("goodput", time=TimeGoes(Cause.UNKNOWN))
         self.out.record("finished" if code == 0 else "stopped", reason)
-        if code:
-            self.out.emit(PrintConsole(f"ftrun: the job stops: {shown or reason}", "ERROR"))
         self.out.send_to_all(m.Shutdown(code=code))
         self.out.emit(End(code))

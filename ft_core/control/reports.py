@@ -9,7 +9,7 @@ from ft_core.control.cluster_state import Node, epoch_of
 from ft_core.control.lead import takeover
 from ft_core.control.liveness.hangs.detector import Detector
 from ft_core.control.observe.observations import AllRestored, AllStepped, NodeBeat, StepDone
-from ft_core.control.phases import Done, Forming, Rebuilding, Running
+from ft_core.control.phases import Done, Forming, Rebuilding, Running, Saving
 from ft_core.control.recovery import RecoveryCoordinator
 from ft_core.protocol import messages as m
 
@@ -61,6 +61,8 @@ class Reports:
         cluster, recovery, out = self._cluster, self._recovery, self._out
         if isinstance(recovery.phase, Forming | Rebuilding | Done):
             return
+        if isinstance(recovery.phase, Saving) and epoch >= cluster.epoch:
+            return  # the job ends, whatever another controller wanted
         plan, running = cluster.current_plan, isinstance(recovery.phase, Running)
         split = node.applied_plan != plan.id and epoch_of(node.applied_plan) == cluster.epoch
         if epoch > cluster.epoch or (split and running):

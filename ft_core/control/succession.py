@@ -7,7 +7,7 @@ from ft_core.control.decide import plans
 from ft_core.control.lead import takeover
 from ft_core.control.liveness import strikes
 from ft_core.control.observe.observations import TakenOver, TimeGoes
-from ft_core.control.phases import Rebuilding, Running
+from ft_core.control.phases import Rebuilding, Running, Saving
 from ft_core.control.recovery import RecoveryCoordinator
 from ft_core.control.reports import Reports
 from ft_core.protocol import messages as m
@@ -48,7 +48,7 @@ class Succession:
         if isinstance(phase, Rebuilding):
             if epoch > max(phase.newest, self._cluster.plan_epoch):
                 phase.newest, phase.asked_at = epoch, float("-inf")
-        elif epoch > self._cluster.plan_epoch:
+        elif epoch > self._cluster.plan_epoch and not isinstance(phase, Saving):
             self._recovery.transition(Rebuilding(epoch, now, now))
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ft_core.control.cluster_state import Node
 from ft_core.control.node_failures import NodeFailures
-from ft_core.control.phases import Forming, Rebuilding
+from ft_core.control.phases import Forming, Quiescing, Rebuilding, Waiting
 from ft_core.control.recovery import RecoveryCoordinator
 from ft_core.process.sigterm import ENDED, GRACE
 from ft_core.protocol.messages import Fault, NodeName, Shutdown
@@ -27,6 +27,8 @@ class Termination:
         """Those of them that nobody needs, and that have yet to hear that they may end."""
         self._left: list[tuple[NodeName, float]] = []
         """Nodes of which all workers have ended of it, and when they have said so."""
+        self._gone: set[NodeName] = set()
+        """Nodes whose workers have ended of it; what they hold is there until they hear that they may end."""
         self._ends: tuple[float, str] | None = None
 
     def on_signal(self) -> None:
@@ -71,6 +73,18 @@ class Termination:
         if self._ends is not None and now > self._ends[0]:
             self._recovery.end_job(ENDED, self._ends[1])
 
+    def let_go(self) -> None:
+        """Where those who are left have to recover first, nodes without workers are in the way. What is left
+        is the business of the next controller."""
+        if not self._gone or not isinstance(self._recovery.phase, Quiescing | Waiting):
+            return
+        for name in sorted(self._gone):
+            if (node := self._cluster.nodes.get(name)) is not None:
+                self._out.send(node, Shutdown(code=ENDED))
+                self._cluster.drop(node)
+                self._out.close(node)
+        self._gone.clear()
+
     def _dismiss(self) -> None:
         """Nodes that were told to end, and that nobody needs, may; once nobody may obey another any more."""
         if not self._to_dismiss or self._out.now < self._recovery.settled or self._recovery.leaving:
@@ -86,12 +100,11 @@ class Termination:
         if (node := cluster.nodes.get(name)) is None:
             return  # its connection has broken since, and that was enough
         if not recovery.leaving:
+            self._out.send(node, Shutdown(code=ENDED))
             self._failures.node_lost(node, "it was told to end (SIGTERM)", Fault.TERMINATED)
             return
-        # The job ends, or at least this machine, and what is left is the business of the next controller.
-        cluster.drop(node)
-        self._out.close(node)
-        if cluster.nodes.keys().isdisjoint(cluster.roles_by_node):
+        self._gone.add(name)
+        if self._gone >= cluster.nodes.keys() & cluster.roles_by_node.keys():
             recovery.end_job(ENDED, "it was told to end (SIGTERM)")
         if self._ends is None:
             reason = f"it was told to end (SIGTERM); some workers handle that, but not those of {name}"

@@ -35,7 +35,9 @@ from ft_core.node.events import (
     ToWorker,
     UsePlan,
     UseSettings,
+    VersionWritten,
     WriteStacks,
+    WriteVersion,
 )
 from ft_core.node.link.pending_reports import PendingReports
 from ft_core.node.memory import holdings
@@ -460,6 +462,37 @@ class EpochExecutor:
             self.do(*effects)
             if worker.committed == event.order.version:
                 self.do(*self._copies.write(worker, worker.committed, plan, self.settings, self.now))
+
+    def save(self, wanted: m.SaveVersion) -> None:
+        """The job ends: write what this node has to write of its last version."""
+        plan = self.plan
+        if plan is None or plan.id != wanted.plan:
+            why = f"node {self.about.node} has not begun the newest plan"
+            for role in wanted.roles:
+                self.post(m.VersionSaved(wanted.epoch, role, wanted.version, why))
+            return
+        here = dict.fromkeys(wanted.roles, self.about.node)
+        now = msgspec.structs.replace(
+            plan,
+            epoch=wanted.epoch,
+            version=wanted.version,
+            origin="memory",
+            roles={**plan.roles, **here},
+            sources=wanted.sources,
+            away=wanted.away,
+        )
+        adopted = {} if wanted.replicated else plan.adopted
+        for role in wanted.roles:
+            held = role, *(away for away, adopter in adopted.items() if adopter == role)
+            self.do(WriteVersion(held, wanted.version, now, wanted.replicated))
+
+    def version_written(self, event: VersionWritten) -> None:
+        """A role's part of the last version is on storage, or could not be written."""
+        order, why = event.order, event.failed
+        if why:
+            log.error("node %s: step %d, role %d: %s", self.about.node, order.version, order.held[0], why)
+            why = f"node {self.about.node}: {why}"
+        self.post(m.VersionSaved(order.plan.epoch, order.held[0], order.version, why))
 
     def written(self, event: DurableDone) -> None:
         """A snapshot is on storage, or could not be written."""

@@ -131,6 +131,14 @@ class DurableDone:
 
 
 @dataclass(frozen=True)
+class VersionWritten:
+    """What `WriteVersion` wanted is on storage; `failed`: why not."""
+
+    order: WriteVersion
+    failed: str = ""
+
+
+@dataclass(frozen=True)
 class DurableListed:
     """The durable checkpoints that can be read here."""
 
@@ -196,8 +204,8 @@ class RecordsFound:
 
 Event = (
     Begin | Connected | NotConnected | FromController | Forked | WorkerReady | FromWorker | WorkerEnded
-    | WorkerGone | Signalled | Replicated | StateFetched | DurableDone | DurableListed | FlightRead | Probed
-    | Examined | PeerAsks | RecordsFound | Tick | Terminate | LauncherGone
+    | WorkerGone | Signalled | Replicated | StateFetched | DurableDone | VersionWritten | DurableListed
+    | FlightRead | Probed | Examined | PeerAsks | RecordsFound | Tick | Terminate | LauncherGone
 )  # fmt: skip
 
 
@@ -362,6 +370,17 @@ class WriteDurable:
 
 
 @dataclass(frozen=True)
+class WriteVersion:
+    """The job ends: have the version of `plan` of these roles in memory, the first and what that adopts, and
+    write it: `VersionWritten`. `replicated`: as of `WriteDurable`."""
+
+    held: tuple[int, ...]
+    version: Version
+    plan: NodePlan
+    replicated: bool
+
+
+@dataclass(frozen=True)
 class LookForDurable:
     """Ask storage which durable checkpoints can be read; `DurableListed` answers."""
 
@@ -450,6 +469,6 @@ class End:
 Effect = (
     ToController | Report | ToWorker | Start | Kill | Signal | ShowRest | SetApart | Commit | BeginEpoch
     | UsePlan | UseSettings | DropAfter | KeepOnly | Reserve | InvalidateCopy | Replicate | FetchState
-    | WriteDurable | LookForDurable | ReadFlight | WriteStacks | Probe | AskPeer | AnswerPeer | AskRecords
-    | KillNode | BecomeSpare | Say | End
+    | WriteDurable | WriteVersion | LookForDurable | ReadFlight | WriteStacks | Probe | AskPeer | AnswerPeer
+    | AskRecords | KillNode | BecomeSpare | Say | End
 )  # fmt: skip

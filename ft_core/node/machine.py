@@ -53,6 +53,7 @@ from ft_core.node.events import (
     Terminate,
     Tick,
     ToWorker,
+    VersionWritten,
     WorkerEnded,
     WorkerGone,
     WorkerReady,
@@ -174,6 +175,8 @@ class Agent:
                 self.epochs.brought(event)
             case DurableDone():
                 self.epochs.written(event)
+            case VersionWritten():
+                self.epochs.version_written(event)
             case DurableListed(number, names, error):
                 self._post(m.DurableNames(number, list(names), error))
             case FlightRead(answer):
@@ -316,6 +319,8 @@ class Agent:
                 self._do(ToWorker(number, message))
             case m.KeepStrikes(strikes):
                 self.epochs.keep_strikes(strikes)
+            case m.SaveVersion():
+                self.epochs.save(message)
             case m.Shutdown(code):
                 self._end(code)
             case _:
@@ -506,9 +511,13 @@ class Agent:
             self._leave()
 
     def _leave(self) -> None:
-        """End this node alone, and let the controller know that no failure did it."""
+        """Let the controller know that no failure did it. What this node holds may be wanted yet, so it stays
+        for the controller's word; where there is none it ends, and after a while."""
         self._post(m.Left())
-        self._end(ENDED)
+        if self._connected and self.epochs.plan is not None and not self._termination.stays:
+            self._termination.stay(self._now + self.epochs.settings.shutdown_timeout)
+        else:
+            self._end(ENDED)
 
     def _end(self, code: int) -> None:
         self._go(farewell := Farewell(code, self._now + FAREWELL))

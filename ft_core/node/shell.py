@@ -61,7 +61,7 @@ from ft_core.protocol.connection import Connection
 from ft_core.protocol.http import Numbering
 from ft_core.protocol.http_server import Server
 from ft_core.protocol.sockets import join_address, listen, own_host, reserve, split_address
-from ft_core.settings import Settings, read_id, read_secret, unique
+from ft_core.settings import SAVED, Settings, read_id, read_secret, unique
 from ft_core.state import durable
 from ft_core.state.manifest import Segment
 from ft_core.state.memory import Word
@@ -141,6 +141,8 @@ class NodeShell:
         self._handling = False
         self._fetching: Counter[int] = Counter()
         """Roles whose state is being brought here, and how often: an epoch that is over may still do so."""
+        self._saving = 0
+        """Parts of the job's last version that are being written."""
         roles = settings.nproc_per_node
         self._storage = ThreadPoolExecutor(2 * roles + 1, "ft-storage")
         """A save and a load for each role, and a list."""
@@ -199,6 +201,8 @@ class NodeShell:
         watchdog.daemon = True
         watchdog.start()
         await self._close()
+        if self._saving:  # its storage hangs, and the job has waited for it as long as it may
+            os._exit(code)
         return code
 
     def _open(self) -> None:
@@ -372,6 +376,8 @@ class NodeShell:
                 self._tasks.spawn(self._bring(effect))
             case e.WriteDurable():
                 self._tasks.spawn(self._write_durable(effect))
+            case e.WriteVersion():
+                self._tasks.spawn(self._write_version(effect))
             case e.LookForDurable(number):
                 self._tasks.spawn(self._list_durable(number))
             case e.ReadFlight():
@@ -470,10 +476,38 @@ class NodeShell:
             failed = str(error)
         self._handle(e.DurableDone(order.role, order.version, tuple(roles), failed))
 
+    @property
+    def _durable_dir(self) -> str:
+        """Where checkpoints are; where nobody has said, for the one that a job leaves which ends."""
+        return self.settings.durable_dir or str(self.job_dir / SAVED)
+
+    async def _write_version(self, order: e.WriteVersion) -> None:
+        """The part of a role, and before that what another node has of it."""
+        failed, first = "", order.held[0]
+        self._saving += 1
+        try:
+            if not self.settings.durable_dir and not (self.job_dir / "events.jsonl").exists():
+                raise FtError(f"{self.job_dir} is not the controller's: give a --ft-durable-dir")
+            for role in order.held:
+                memory = self.store.memory(role, adopted=role != first)
+                if memory.find(order.version) is not None:
+                    continue
+                if role not in order.plan.sources:
+                    raise FtError(f"version {order.version} of role {role} is no longer in memory")
+                about = role, order.plan, self.store, self.transport, self.settings
+                memory.take(await asyncio.to_thread(bring, *about))
+            where = self._durable_dir, self.settings.world_size, self.store
+            what = first, order.version, order.plan, order.replicated
+            await self._on_storage(durable.save, *where, *what)
+        except (OSError, FtError) as error:
+            failed = str(error)
+        self._saving -= 1
+        self._handle(e.VersionWritten(order, failed))
+
     async def _list_durable(self, number: int) -> None:
         """The controller needs to know which durable checkpoints can be read here."""
         names, failed = [], ""
-        where = self.settings.durable_dir, self.settings.world_size
+        where = self._durable_dir, self.settings.world_size
         try:
             names = await self._on_storage(durable.complete, *where)
         except OSError as error:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 from ft_core.node.events import Effect, Signal
 from ft_core.node.workers.worker_table import Worker
+from ft_core.process.sigterm import GRACE
 
 
 class Termination:
@@ -22,6 +23,8 @@ class Termination:
         self.under_way = False
         self.leave_at = math.inf
         """When the node leaves, whoever is still there."""
+        self.stays = False
+        """Whether all is said, and it only waits for the controller's word to end."""
         self._first: set[int] = set()
         """Workers that had a role when the signal came."""
         self._signalled: set[int] = set()
@@ -39,6 +42,10 @@ class Termination:
         """
         left = [worker.number for worker in playing if worker.number not in self._signalled]
         return [Signal(number, even_so=number in self._first) for number in left if self.under_way]
+
+    def stay(self, until: float) -> None:
+        """Its workers have ended, or have had their time; what they did is in memory, and may be written."""
+        self.stays, self.leave_at = True, until + GRACE
 
     def passed_on(self, worker: int) -> None:
         """That worker has got the signal."""

@@ -104,7 +104,7 @@ def test_settings_that_cannot_be_had(tmp_path: Path):
         f"replicas ({source}) 2 needs 3 nodes or more; there are 2",
         f"{source}: replicas must be int, got True",
         f"{source}: there is no setting 'replica'",
-        f"--ft-durable-dir and durable_interval ({source}) go together",
+        f"durable_interval ({source}) needs --ft-durable-dir",
         "another has brought {'policy': 'wait', 'replicas': 0}",
     ]
     for role in range(LAYOUT.world):

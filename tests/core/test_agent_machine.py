@@ -891,7 +891,23 @@ def test_a_node_whose_workers_die_of_sigterm_leaves_with_the_last():
     node.handle(e.Terminate())
     assert not end_of(node, lambda n: n.number(0)), "no loss, no successor"
     end_of(node, lambda n: n.number(1))
-    assert node.done == [e.ToController(m.Left()), e.End(ENDED)]
+    assert node.done == [e.ToController(m.Left())], "what it holds may be wanted"
+    node.hear(m.Shutdown(ENDED))
+    assert node.done == [e.End(ENDED)]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_node_that_has_left_waits_for_the_controllers_word_and_not_for_ever(training: Node, alone: bool):
+    training.handle(e.Terminate())
+    end_of(training, lambda n: n.number(0))
+    assert training.done == [e.ToController(m.Left())]
+    if alone:
+        training.handle(e.NotConnected("it is gone"))
+    else:
+        training.handle(e.Tick(), training.settings.shutdown_timeout + GRACE - 1)
+        assert not training.effects(e.End)
+        training.handle(e.Tick(), 1)
+    assert training.effects(e.End) == [e.End(ENDED)]
 
 
 def test_who_outlives_a_peer_that_sigterm_has_ended_has_a_while():
@@ -902,7 +918,9 @@ def test_who_outlives_a_peer_that_sigterm_has_ended_has_a_while():
     node.handle(e.Tick(), GRACE - 1)
     assert not node.effects(e.End)
     node.handle(e.Tick(), 1)
-    assert node.done[-1] == e.End(ENDED) and e.ToController(m.Left()) in node.done
+    assert e.ToController(m.Left()) in node.done
+    node.hear(m.Shutdown(ENDED))
+    assert node.done[-1] == e.End(ENDED)
 
 
 @pytest.mark.parametrize("first", [e.Terminate(), e.NotConnected("refused")])

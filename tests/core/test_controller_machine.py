@@ -394,6 +394,12 @@ class ControlPlane:
             if self.agents[name].reported < self.agents[name].epoch:
                 self.agents[name].report()
 
+    def ends(self) -> End | None:
+        """All that is left of its time passes, and nobody writes what is in memory."""
+        self.all_report()
+        self.wait(self.settings.shutdown_timeout + 0.1)
+        return self.done
+
     def records_of(self, name: str) -> list[Record]:
         return [record for record in self.records if record.event == name]
 
@@ -523,7 +529,8 @@ def test_a_node_dies_and_the_policy_is_to_stop() -> None:
     job.all_step(1)
     lose(job, "node1")
     job.all_report()
-    assert job.done == End(1) and "policy is stop" in job.said[-1]
+    assert job.done is None and "policy is stop" in job.said[-1]
+    assert job.ends() == End(1)
     assert job["node0"].heard[-1] == Shutdown(code=1)
 
 
@@ -985,7 +992,7 @@ def test_the_users_error_ends_the_job_with_the_end_of_its_traceback() -> None:
     traceback = 'Traceback (most recent call last):\n  File "train.py", line 1\n    f()\nValueError: no\n'
     lost = WorkerLost(role=1, pid=7, exit="exit code 1", code=1, fault=Fault.REFUSED, traceback=traceback)
     job["node1"].say(lost)
-    assert job.done == End(1)
+    assert job.ends() == End(1)
     assert "ValueError: no\nIts traceback is in /job/logs/role-1/stderr.log" in job.said[0]
     assert "line 1" not in job.said[0] and traceback in job.records_of("stopped")[0].reason
 
@@ -995,7 +1002,7 @@ def test_a_worker_that_ends_well_before_training_has_ended() -> None:
     job.all_step(1)
     about = {"exit": "exit code 0", "code": 0, "fault": Fault.LEFT}
     job["node1"].say(WorkerLost(role=1, pid=7, **about))
-    assert job.done == End(1) and "in the middle of training" in job.said[0]
+    assert job.ends() == End(1) and "in the middle of training" in job.said[0]
 
 
 def test_failures_without_a_new_step_end_the_job() -> None:
@@ -1005,7 +1012,7 @@ def test_failures_without_a_new_step_end_the_job() -> None:
         assert job.done is None
         job["node0"].say(job["node0"].crash(0))
         job.all_report()
-    assert job.done == End(1) and "8 recoveries in a row without a new step after step 1" in job.said[-1]
+    assert "8 recoveries in a row without a new step after step 1" in job.said[-1] and job.ends() == End(1)
 
 
 # -- the controller is restarted -----------------------------------------------------------------------
@@ -1128,9 +1135,8 @@ def test_a_job_all_of_whose_nodes_are_told_to_end_waits_for_nobody() -> None:
     assert job.controller._recovery.leaving
     for name in ("node0", "node1"):
         job[name].say(Left())
-        job.agents.pop(name)
     job.wait(0.2)
-    assert job.done == End(143)
+    assert job.ends() == End(143) and not job.records_of("detected")
 
 
 def test_a_successor_asks_another_agent_if_one_does_not_tell() -> None:
@@ -1431,8 +1437,8 @@ def test_a_job_does_not_start_over_where_storage_cannot_be_read() -> None:
     job["node0"].say(job["node0"].crash(0))
     job.all_report()
     names(job, [], "Stale file handle")
-    assert job.done == End(1) and "cannot be read: node0: Stale file handle" in job.said[-1]
-    assert not job.records_of("starting_over")
+    assert job.done == End(1) and "cannot be read: node0: Stale file handle" in job.said[-2]
+    assert "no version is whole" in job.said[-1] and not job.records_of("starting_over")
 
 
 def test_settings_that_a_script_brings_begin_nothing_anew_where_storage_cannot_be_read() -> None:
@@ -1607,8 +1613,8 @@ def test_sigterm_to_a_node_is_its_loss_and_to_the_job_its_end() -> None:
     job = ControlPlane(nodes=2, spares=1)
     job.all_step(1)
     job["node1"].say(Left())
-    job.agents.pop("node1")
-    job.wait(0.2)
+    told = job.agents.pop("node1")
+    assert Shutdown(code=143) in sent(job.wait(0.2), Shutdown).values() and not told.hangs_up()
     assert "told to end (SIGTERM)" in job.records_of("detected")[0].reason
     job.all_report()
     job.all_step(2)
@@ -1619,7 +1625,7 @@ def test_sigterm_to_a_node_is_its_loss_and_to_the_job_its_end() -> None:
     assert job.phase == "running", "others may handle it"
     job["node2"].say(Left())
     job.wait(0.2)
-    assert job.done == End(143)
+    assert job.ends() == End(143)
 
 
 def test_ftctl_does_not_wait_for_ever() -> None:
@@ -1685,7 +1691,7 @@ def test_who_has_left_while_another_waits_is_found() -> None:
     job["node0"].say(Issued(**about, role=0, at_end=True, issued={"0-1:1#0": 5}))
     assert job.done is None
     job["node1"].say(Issued(**about, role=1, at_end=False, issued={"0-1:1#0": 6}))
-    assert job.done == End(1) and "role 0 came to the end of its script after step 4" in job.said[0]
+    assert job.ends() == End(1) and "role 0 came to the end of its script after step 4" in job.said[0]
 
 
 def test_a_pulse_counts_once_for_a_node_that_is_there_and_for_this_controller() -> None:

@@ -53,6 +53,8 @@ def fails(job: ControlPlane, failure: WorkerLost) -> str:
     job[node].workers.pop(1, None)
     epoch = job.controller.cluster.epoch
     job[node].say(failure)
+    if job.phase == "saving":
+        job.ends()
     job.all_report()
     if job.done is not None:
         return f"ends, {job.done.code}"

@@ -478,7 +478,9 @@ def test_what_cannot_be_explained_ends_the_job_in_the_end() -> None:
     (said,) = job.pass_(50)
     assert said.more == {"explained": False} and "all have entered" in said.reason and job.done is None
     job.pass_(20)
-    assert job.done is not None and job.done.code == 1 and not orders(job)
+    assert job.phase == "saving" and not orders(job)
+    ended = job.ends()
+    assert ended is not None and ended.code == 1
     assert (
         "nothing has moved for --ft-hang-limit, 60 s: all have entered" in job.records_of("stopped")[0].reason
     )

@@ -42,6 +42,7 @@ class Invariant(Enum):
     PLACES = 22, "a role stays where it was if it can, and moves to where little has failed"
     DRAINS = 23, "a drain moves roles between two steps, to nodes that stay, does no step again, and ends"
     PHASES = 24, "a machine goes from phase to phase as its table says: it raises by itself"
+    SAVED = 25, "a job that ends leaves the newest version that its nodes hold on storage, or says why not"
 
     @property
     def number(self) -> str:

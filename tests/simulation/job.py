@@ -202,6 +202,8 @@ class SimJob:
         """Where the newest plan has all roles."""
         self.outcome = Outcome()
         self.over = False
+        self._may_end = False
+        """Whether nobody is to blame for the job's end, as it was when that was decided."""
         self.hung = 0
         """Workers that were made to hang for good, and ..."""
         self.stalled = 0
@@ -464,8 +466,38 @@ class SimJob:
             self._places = dict(controller.machine.cluster.places)
         elif event.event in ("stopped", "finished"):
             self.outcome.reason = event.reason
+        elif event.event == "stopping":
+            lost = self._lost()
+            self._may_end = self._excused(event.reason) or len(lost) > self.shape.replicas
+        elif event.event == "saved":
+            self._saved(controller, event)
+        elif event.event == "not_saved":
+            self._not_saved(controller, event)
         if event.epoch > self._epoch:
             self._epoch, self._promised = event.epoch, self.storage.newest()
+
+    def _saved(self, controller: SimController, event: ev.Record) -> None:
+        """Before the job ends, that version is on storage: no older one than its nodes hold together."""
+        seen = [node for node in self.live() if node.name in controller.machine.cluster.nodes]
+        version, held = event.more["version"], self._held(seen)
+        names = [name for name in self.storage.complete() if durable.version_of(name) == version]
+        if not names or version < held:
+            raise Invariant.SAVED.broken(f"nodes hold version {held}, {names} are complete: {event.reason}")
+        content = self.storage.content(max(names))
+        if version == held and content not in self._contents(seen, version):
+            raise Invariant.SAVED.broken(f"what is saved is not what was in memory: {event.reason}")
+
+    def _not_saved(self, controller: SimController, event: ev.Record) -> None:
+        """It is not, and nobody is to blame."""
+        seen = [node for node in self.live() if node.name in controller.machine.cluster.nodes]
+        well = self.network.sound and not self.outcome.pauses and not controller.slept
+        if well and not self.storage.ever_ailed and self._held(seen) > self._begun_with:
+            raise Invariant.SAVED.broken(
+                f"all is well, and the nodes hold {self._held(seen)}: {event.reason}"
+            )
+
+    def _contents(self, nodes: list[SimNode], version: int) -> set[int | None]:
+        return {node.store.content(s, version, self.owners) for node in nodes for s in self.owners}
 
     def _begins_anew(self, event: ev.Record) -> None:
         """The next rung of the ladder is tried: not without need."""
@@ -680,12 +712,24 @@ class SimJob:
             lines = [line for _, part in sorted(self.ledger.items()) for line in part]
             if not self.beyond and (problems := ledger_check.verify(lines).problems):
                 raise Invariant.SAMPLES.broken(f"the ledger: {problems}")
+        elif self.training.newest > self._begun_with + 1 and not self._tried_to_save(controller):
+            raise Invariant.SAVED.broken(f"nothing was written, nor said of that: {self.outcome.reason}")
         elif "recoveries in a row without a new step" in self.outcome.reason and not self._hopeless:
             raise Invariant.ENDS.broken(f"the job has given up recoveries in vain: {self.outcome.reason}")
-        elif not self._excused(self.outcome.reason) and len(lost := self._lost()) <= self.shape.replicas:
+        elif (
+            not self._may_end
+            and not self._excused(self.outcome.reason)
+            and len(lost := self._lost()) <= self.shape.replicas
+        ):
             raise Invariant.ENDS.broken(
                 f"the job has ended, though only {sorted(lost)} was lost: {self.outcome.reason}",
             )
+
+    def _tried_to_save(self, controller: SimController) -> bool:
+        """Whether its end has said what became of the newest version, or nothing of it was known there."""
+        cluster = controller.machine.cluster
+        known = cluster.trained and bool(cluster.nodes)
+        return not known or self.outcome.events["saved"] + self.outcome.events["not_saved"] > 0
 
     @property
     def _hopeless(self) -> bool:

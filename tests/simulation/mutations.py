@@ -12,15 +12,17 @@ from msgspec.structs import replace
 
 from ft_core.control.cluster_state import ClusterState
 from ft_core.control.decide import ladder, outcomes, plans, version_choice
+from ft_core.control.decide.last_version import LastVersion
 from ft_core.control.decisions import Decisions
 from ft_core.control.events import Record
+from ft_core.control.final_save import FinalSave
 from ft_core.control.liveness.failure_detector import FailureDetector
 from ft_core.control.liveness.strikes import Strikes
 from ft_core.control.liveness.suspicion import NodeLiveness
 from ft_core.control.machine import Controller
 from ft_core.control.node_failures import NodeFailures
 from ft_core.control.observe.goodput import Account
-from ft_core.control.phases import Rebuilding
+from ft_core.control.phases import Rebuilding, Saving
 from ft_core.control.prestart.attempts import Prestart
 from ft_core.control.prestart.draining import Draining
 from ft_core.control.recovery import RecoveryCoordinator
@@ -41,6 +43,33 @@ from ft_core.worker.states import Leaving, Loading, Training
 from .control import SimController
 from .node import SimNode
 from .workers import SimWorker
+
+
+def a_job_that_ends_leaves_nothing() -> None:
+    """Its newest version is in memory, and is lost with it."""
+    RecoveryCoordinator._has_something_to_save = lambda self: False  # type: ignore[method-assign]
+
+
+def what_is_being_written_counts_as_saved() -> None:
+    """The job ends as soon as nodes are told to write, and says that it is done."""
+
+    def mutated(self: FinalSave, phase: Saving, last: LastVersion) -> None:
+        self._saved(phase, last.version, "it will be")
+
+    FinalSave._verify = mutated  # type: ignore[method-assign]
+
+
+def what_is_on_storage_is_new_enough() -> None:
+    """What storage has of the job is as good as what is in memory, however old it is."""
+    begin = FinalSave._begin
+
+    def mutated(self: FinalSave, phase: Saving) -> None:
+        if (names := self._recovery.checkpoints.common(list(self._cluster.nodes))) and phase.last is None:
+            self._saved(phase, max(names), names[max(names)])
+        else:
+            begin(self, phase)
+
+    FinalSave._begin = mutated  # type: ignore[method-assign]
 
 
 def commit_after_the_barrier() -> None:
@@ -580,5 +609,8 @@ MUTATIONS: dict[str, Callable[[], None]] = {
         steps_are_done_again_unseen,
         steps_that_nobody_told_of_stay_unknown,
         who_has_ended_is_gone,
+        a_job_that_ends_leaves_nothing,
+        what_is_being_written_counts_as_saved,
+        what_is_on_storage_is_new_enough,
     )
 }

@@ -370,7 +370,9 @@ class SimNode(Process):
             case ev.LookForDurable(number):
                 self.job.storage.list(self, number)
             case ev.WriteDurable():
-                self.job.storage.save(self, effect)
+                self.job.storage.save(self, effect, self.handle)
+            case ev.WriteVersion():
+                self.later(self.world.delay(self._lots), lambda: self._write_version(effect))
             case ev.Probe():
                 self._probe(effect)
             case ev.AskRecords():
@@ -539,6 +541,26 @@ class SimNode(Process):
             contents = {self._ask(name, version, nodes) for name, nodes in (sources or {}).items()}
             content = contents.pop() if len(contents) == 1 else None
             found(content, f"role {role}, version {version}: {sources}")
+
+    def _write_version(self, order: ev.WriteVersion) -> None:
+        """As `NodeShell._write_version`: first what others have of it."""
+        plan, version, first = order.plan, order.version, order.held[0]
+        for role in order.held:
+            memory = self.store.memory(role, role != first)
+            if memory.find(version) is not None:
+                continue
+            sources = plan.sources.get(role, {})
+            contents = {self._ask(segment, version, nodes) for segment, nodes in sources.items()}
+            content = contents.pop() if len(contents) == 1 else None
+            if content is None:
+                self.handle(ev.VersionWritten(order, f"role {role}, version {version}: {sources}"))
+                return
+            memory.held[memory.free()] = (version, content)
+        self.job.storage.save(
+            self,
+            ev.WriteDurable(first, version, plan, order.replicated),
+            lambda done: self.handle(ev.VersionWritten(order, done.failed)),
+        )
 
     def _ask(self, segment: str, version: int, nodes: Sequence[str]) -> int | None:
         for name in nodes:

@@ -36,6 +36,8 @@ class Storage:
         self.full = False
         self.was_in_trouble = False
         """Whether any node could ever not read it."""
+        self.ever_ailed = False
+        """Whether any call was slow, or failed."""
         self.damaged: set[tuple[str, int]] = set()
         """Parts that are not what was written."""
 
@@ -62,17 +64,16 @@ class Storage:
 
     # -- what agents do ----------------------------------------------------------------------------
 
-    def save(self, node: SimNode, order: ev.WriteDurable) -> None:
+    def save(self, node: SimNode, order: ev.WriteDurable, ends: Callable[[ev.DurableDone], None]) -> None:
         """As `durable.save`, in a thread of the agent."""
         name = durable.name_of(order.version, order.plan)
-        done = ev.DurableDone(order.role, order.version)
 
         def fail(why: str) -> None:
             def removed(problem: str) -> None:
                 if not problem:
                     self.parts.pop(name, None)
                     self._prune(name, failed=True)
-                node.handle(ev.DurableDone(order.role, order.version, (), why))
+                ends(ev.DurableDone(order.role, order.version, (), why))
 
             self._call(node, removed)
 
@@ -93,7 +94,7 @@ class Storage:
 
         def write(left: list[tuple[int, Content]], roles: tuple[int, ...]) -> None:
             if not left:
-                node.handle(ev.DurableDone(done.role, done.version, roles))
+                ends(ev.DurableDone(order.role, order.version, roles))
                 return
             (role, content), rest = left[0], left[1:]
 
@@ -135,7 +136,10 @@ class Storage:
         """One call to the file system, from a thread of a node."""
         where = node.machine_name
 
+        self.ever_ailed |= self.full or self.slow > 1 or bool(self.hangs) or bool(self.unreachable)
+
         def answer() -> None:
+            self.ever_ailed |= self.full
             if where in self.hangs:
                 node.later(0.5, answer)
             else:

@@ -183,6 +183,13 @@ def it_ends_while_it_waits() -> None:
     waiting().happens(LauncherGone())
 
 
+def what_is_in_memory_is_saved_while_it_waits() -> None:
+    job = waiting()
+    job["node0"].say(m.Leaving())
+    job.wait(0.1)
+    assert job.phase == "saving"
+
+
 MEETINGS = (
     newer_plan_while_it_trains,
     newer_plan_in_a_recovery,
@@ -193,6 +200,7 @@ MEETINGS = (
     it_ends_while_it_learns,
     it_ends_in_a_recovery,
     it_ends_while_it_waits,
+    what_is_in_memory_is_saved_while_it_waits,
 )
 
 

@@ -304,3 +304,12 @@ def _without(cluster: ClusterState, placed: Places, unplaced: Sequence[int]) -> 
         return left
     combine = {role: placed[role] for role in cluster.groups.to_combine(placed, unplaced)}
     return NotEnoughWorkers(lacking, reason, combine)
+
+
+def newest_in_memory(cluster: ClusterState, places: Places) -> tuple[int, Sources] | None:
+    """The newest version that the nodes hold together, and what those at `places` (role -> node) would have
+    to fetch; None where scripts begin with it anyway. Raises Unrecoverable if they hold none."""
+    chosen = _choose(cluster, places, cluster.places, lambda _: {})
+    if isinstance(chosen, ListCheckpoints) or chosen.origin != "memory" or chosen.version is None:
+        return None
+    return chosen.version, chosen.sources

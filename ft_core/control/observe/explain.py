@@ -10,7 +10,7 @@ from ft_core.control.decide.ladder import Escalation, Rung
 from ft_core.control.decide.outcomes import NextEpoch, NoStateLeft, NotEnoughWorkers, Outcome
 from ft_core.control.liveness.strikes import TRIES
 from ft_core.protocol.messages import WorkerLost
-from ft_core.settings import Settings
+from ft_core.settings import SAVED, Settings
 
 _FRAMES = re.compile(r'^  File ".*\n(?:    .*\n)*', re.M)
 """The frames of a traceback."""
@@ -125,3 +125,29 @@ def the_end(cluster: ClusterState, outcome: NoStateLeft, unread: Iterable[str]) 
     )
     problems = [f"\nCheckpoints cannot be read: {why}" for why in unread]
     return "".join([outcome.reason, *problems, f"\nStart the job again; {advice}"])
+
+
+def place_of_last_version(cluster: ClusterState) -> str:
+    """Where the newest version of a job that ends is written."""
+    return cluster.settings.durable_dir or f"{cluster.job_dir}/{SAVED}"
+
+
+def saved(cluster: ClusterState, version: int, name: str) -> str:
+    """Where the newest version is, and how to go on from it."""
+    where = f"step {version:,} is saved, in {place_of_last_version(cluster)}/{name}"
+    if cluster.settings.durable_dir:
+        return (
+            f"{where}. To go on from there, start the same command again (in a new --job-dir, if it has one)"
+        )
+    return (
+        f"{where}, as there is no --ft-durable-dir. To go on from there, start the same command again with "
+        f"--ft-durable-dir {place_of_last_version(cluster)} (in a new --job-dir, if it has one)"
+    )
+
+
+def not_saved(cluster: ClusterState, why: str) -> str:
+    """That the newest version is nowhere but in memory."""
+    text = f"the newest version, of step {cluster.newest_seen:,} or the one before, is not saved: {why}"
+    if where := cluster.settings.durable_dir:
+        text += f". What was complete in {where} before is as it was: the same command goes on from there"
+    return text

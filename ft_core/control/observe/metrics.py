@@ -19,12 +19,12 @@ from prometheus_client.metrics_core import Metric
 from ft_core.control.decide.ladder import Rung
 from ft_core.control.liveness import stragglers
 from ft_core.control.observe.job_metrics import SECONDS, Numbers
-from ft_core.control.phases import Done, Forming, Quiescing, Rebuilding, Running, Waiting
+from ft_core.control.phases import Done, Forming, Quiescing, Rebuilding, Running, Saving, Waiting
 from ft_core.protocol.exposition import metrics, version
 from ft_core.protocol.goodput import Cause
 from ft_core.protocol.http import OK, Answer
 
-PHASES = tuple(each.name for each in (Forming, Rebuilding, Running, Quiescing, Waiting, Done))
+PHASES = tuple(each.name for each in (Forming, Rebuilding, Running, Quiescing, Waiting, Saving, Done))
 TIER = "durable"
 """Storage that outlives the job, the one tier below the nodes' memory."""
 _BOUNDS = [*map(str, SECONDS), "+Inf"]

@@ -6,7 +6,7 @@ from ft_core.control.cluster_state import ClusterState
 from ft_core.control.decide.forming import ranked
 from ft_core.control.events import PrintConsole
 from ft_core.control.observe import explain
-from ft_core.control.phases import Done, Forming, Phase, Quiescing, Rebuilding, Running, Waiting
+from ft_core.control.phases import Done, Forming, Phase, Quiescing, Rebuilding, Running, Saving, Waiting
 from ft_core.control.progress import Progress
 
 FIRST = 10.0
@@ -71,6 +71,8 @@ def _doing(cluster: ClusterState, phase: Phase, progress: Progress | None) -> st
             return f"recovering: workers leave their step; not yet: nodes {late}"
         case Waiting():
             return f"waiting for a node; without a worker: roles {explain.some(cluster.lost())}"
+        case Saving():
+            return "the job ends, and its newest version is written to storage"
     assert progress is not None
     what, awaited = progress.awaited
     verb = "have their state" if what == "state" else "have finished a step"

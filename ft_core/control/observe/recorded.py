@@ -158,6 +158,15 @@ EVENTS: Mapping[str, Event] = {
     "goodput": Event(
         "once a minute at most, and at the end: `reason` says in words what the job's time went to"
     ),
+    "stopping": Event(
+        "the job ends otherwise than by its scripts' end; `reason` says why. First its newest version is "
+        "[written](operations/storage.md#a-job-that-ends)"
+    ),
+    "saved": Event("that version is on storage; `reason` says where, and how to go on", _VERSION),
+    "not_saved": Event(
+        "it is not; `reason` says why. What was complete there before is as it was",
+        {"version": "which, as far as that is known"},
+    ),
     "finished": Event("every role's script is done"),
     "stopped": Event("the job is over without that; `reason` says why"),
 }

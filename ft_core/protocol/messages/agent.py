@@ -229,6 +229,15 @@ class DurableFailed(Message, frozen=True):
     reason: str
 
 
+class VersionSaved(Message, frozen=True):
+    """A role's part of the job's last version is on storage, or why it is not; answers `SaveVersion`."""
+
+    epoch: Epoch
+    role: Role
+    version: Version
+    reason: str = ""
+
+
 class RoleState(Message, frozen=True):
     """A role's state by tensor, for `ftctl plan`; answers `DescribeRole`."""
 
@@ -295,8 +304,8 @@ SaidAgain = OfRole | Configure | Trained
 
 FromAgent = (
     AgentHello | HoldingsChanged | Heartbeat | Idle | OfRole | FromRole
-    | Configured | Hosts | NodesProbed | DurableNames | DurableWritten | DurableFailed | RoleState | Flights
-    | RoleFlight | Leaving | Left | KeptState
+    | Configured | Hosts | NodesProbed | DurableNames | DurableWritten | DurableFailed | VersionSaved
+    | RoleState | Flights | RoleFlight | Leaving | Left | KeptState
 )  # fmt: skip
 
 
@@ -465,6 +474,20 @@ class KeepStrikes(Message, frozen=True):
     strikes: list[FailureRecord]
 
 
+class SaveVersion(Message, frozen=True):
+    """The job ends: write these roles' parts of `version`, which is complete in memory, to storage. `plan`:
+    the newest; `epoch`: that which ends. `sources`, `away`: as of `NodePlan`. `replicated`: every replica
+    group has all the state."""
+
+    plan: PlanId
+    epoch: Epoch
+    version: Version
+    roles: list[Role]
+    sources: dict[Role, dict[SegmentId, list[NodeName]]]
+    away: dict[Role, list[SegmentId]]
+    replicated: bool
+
+
 class Shutdown(Message, frozen=True):
     """The job is over, with this exit code."""
 
@@ -474,5 +497,5 @@ class Shutdown(Message, frozen=True):
 ToAgent = (
     LeaderHello | OtherJob | Hosts | OwnPlan | SharedPlan | NodesChanged | ToRole | KillWorker | Examine
     | DescribeRole | ListDurable | ProbeNodes | SendHeartbeat | SendState | SendFlight | DescribeFlight
-    | Prepare | Withdraw | GivenUp | UseSettings | KeepStrikes | Drain | Shutdown
+    | Prepare | Withdraw | GivenUp | UseSettings | KeepStrikes | Drain | SaveVersion | Shutdown
 )  # fmt: skip
