@@ -153,6 +153,9 @@ class Settings:
     """Where the controller serves its metrics (`--ft-http`), host:port; of port 0, at a free one."""
     metrics: str = ""
     """Where agents serve theirs (`--ft-metrics-port`), host:port; empty: nowhere."""
+    notices: list[str] = field(default_factory=list)
+    """Who may announce that a node's machine is about to go (`--ft-notices`), see
+    `ft_core.node.notices.which`."""
     environment: dict[str, str] = field(default_factory=dict)
     """Set in every worker, as torchrun's own variables are."""
     given: list[str] = field(default_factory=list)

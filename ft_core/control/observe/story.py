@@ -97,6 +97,9 @@ class Story:
                 return [reason] if reason else []
             case "joined" | "spare_lost" if self._failed and not isinstance(phase, Forming | Rebuilding):
                 return self._of_node(record.event, node, reason, now)
+            case "notice":
+                left = f" in {record.more['seconds']:,.0f} s" if "seconds" in record.more else " soon"
+                return [f"the machine of node {node} goes{left}: {reason}{_of(record.roles)}"]
             case "draining":
                 return [f"node {node} is taken out ({reason}){_of(record.roles)}"]
             case "drained":
