@@ -25,10 +25,10 @@ class Aws:
 
     async def look(self) -> list[Notice]:
         found = []
-        if action := await self._get("spot/instance-action"):
+        if (action := await self._get("spot/instance-action")) is not None:
             what = plain(_text(action, "action"))
             found.append(Notice(f"AWS, spot/instance-action: {what}", moment(_text(action, "time"))))
-        if advice := await self._get("events/recommendations/rebalance"):
+        if (advice := await self._get("events/recommendations/rebalance")) is not None:
             moment(_text(advice, "noticeTime"))
             found.append(
                 Notice("AWS, events/recommendations/rebalance: this spot instance may be taken soon")
