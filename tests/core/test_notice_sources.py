@@ -421,7 +421,9 @@ def test_a_pod_without_an_account_hears_nothing_of_kubernetes(tmp_path: Path) ->
         kinds(["kubernetes"], tmp_path)
 
 
-@pytest.mark.parametrize("wrong", [["hetzner"], ["file:"], ["command:"], ["command:'"], ["none", "aws"], [""]])
+@pytest.mark.parametrize(
+    "wrong", [["hetzner"], ["file:"], ["command:"], ["command:'"], ["none", "aws"], [""]]
+)
 def test_flags_that_are_none(wrong: list[str]) -> None:
     with pytest.raises(ConfigError, match="--ft-notices"):
         which.parse(wrong)
