@@ -14,6 +14,8 @@ from typing import Any
 from ft_core.cli import ledger_check
 from ft_core.control import events as ev
 from ft_core.control.observe.recorded import EVENTS
+from ft_core.control.prestart.draining import Draining
+from ft_core.control.prestart.notices import AGAIN
 from ft_core.elastic.rules import Deal, tellers
 from ft_core.protocol import messages as m
 from ft_core.protocol.goodput import Spent
@@ -76,6 +78,8 @@ class Shape:
     """Of what all roles hold no copies are made: all together derive it from what each has alone."""
     drains: bool = False
     """Nodes are taken out of it."""
+    notices: bool = False
+    """As their machines are about to go, and not as somebody asks for it."""
     ready: bool = False
     """Standbys start roles ahead of need."""
     relays: bool = False
@@ -773,6 +777,7 @@ class SimJob:
         if not self.diverges:  # nobody can start ahead of need, then, with what others have on record
             self._groups_return()
             self._drains_end()
+            self._notices_are_followed()
         self.steps = self.training.newest + _STEPS
         world.run(world.now + _LIMIT, lambda: self.over)
         if not self.over:
@@ -796,14 +801,30 @@ class SimJob:
 
     def _drains_end(self) -> None:
         """Nodes that are to be taken out are, or it is said that they stay; perhaps once another comes."""
-        self.drained = self._known_as_drained(self.controller)
         for _ in range(2):
+            self.drained = self._known_as_drained(self.controller)
             if self.over or not self.drained:
                 return
             self.join()
-            self.world.run(self.world.now + 3 * _CALM, lambda: self.over or not self.drained)
-        if not self.over:
+            # One whose machine goes in the end, and its leader with it, nobody knows of any more.
+            known = self._known_as_drained
+            self.world.run(self.world.now + 3 * _CALM, lambda: self.over or not known(self.controller))
+        self.drained = self._known_as_drained(self.controller)
+        if self.drained and not self.over:
             raise Invariant.DRAINS.broken(f"{self.drained} are being drained for ever; {self._where()}")
+
+    def _notices_are_followed(self) -> None:
+        """Who is about to go is drained, or there is something against it; perhaps once another comes."""
+        if not self.over and any(node.noticed for node in self.live()):
+            self.join()
+        self.world.run(self.world.now + 3 * _CALM + AGAIN, lambda: self.over or not self._unheeded())
+        if not self.over and (names := self._unheeded()):
+            raise Invariant.DRAINS.broken(f"{names} are about to go, and nobody minds; {self._where()}")
+
+    def _unheeded(self) -> list[str]:
+        cluster = self.controller.machine.cluster
+        there = (n.name for n in self.live() if n.noticed and n.name in cluster.nodes)
+        return [n for n in there if n not in cluster.draining and not Draining().objection(cluster, n)]
 
     def _everybody_trains(self) -> bool:
         return len(self.controller.machine.cluster.places) == self.training.roles
