@@ -79,6 +79,12 @@ class Changeovers:
         recovery = self._recovery
         if not isinstance(recovery.phase, Running):
             return
+        if leaves := recovery.prestart.leaves():
+            groups = self._cluster.groups.of(self._cluster.roles_by_node.get(leaves, []))
+            self._cluster.groups.withdrawn |= set(self._cluster.groups.roles(groups))
+            roles = sorted(self._cluster.groups.withdrawn)
+            recovery.end_epoch("shrinking", f"replica groups {groups} leave with node {leaves}", roles)
+            return
         roles = recovery.prestart.due(self._cluster, self._out.now)
         if not roles:
             return

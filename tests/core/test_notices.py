@@ -9,7 +9,7 @@ from core.test_drain import commit, known, start, stop
 from ft_core.control.events import Terminate
 from ft_core.control.prestart.attempts import ATTEMPTS
 from ft_core.control.prestart.notices import AGAIN, OTHERS, SIGTERM
-from ft_core.protocol.messages import Drain, Leaving, Message, Notice, Shutdown
+from ft_core.protocol.messages import Drain, Leaving, Message, Notice, SendCounts, Shutdown
 
 
 def training(spares: int = 1, **settings: object) -> ControlPlane:
@@ -170,3 +170,42 @@ def test_another_controller_goes_on_with_what_was_announced() -> None:
     job.wait(3)
     assert job.controller.cluster.draining == ["node1"]
     assert job["node1"].draining
+
+
+def test_without_room_a_replica_group_leaves_between_two_steps() -> None:
+    """In time, where the policy is to go on without it. A notice without a deadline is no reason."""
+    job = training(spares=0, policy="shrink", groups=2)
+    job["node1"].say(Notice("maintenance", None))
+    job.wait(0.2)
+    assert job.records_of("not_drained") and not job.records_of("draining")
+    job["node1"].say(Notice("spot", 30.0))
+    job.wait(0.1)
+    assert job.records_of("draining") and not job.records_of("preparing")
+    stop(job, 0)
+    assert job.phase == "running", "the other has yet to stop"
+    stop(job, 1)
+    [left] = job.records_of("shrinking")
+    assert left.roles == (1,) and "[1] leave with node node1" in left.reason
+    job.all_report()
+    plan = job["node0"].plan
+    assert plan is not None and plan.roles == {0: "node0"} and plan.version == 1
+    assert not job.records_of("detected")
+    job.all_step(2)
+    job.wait(1)
+    assert job.controller.cluster.draining == ["node1"] and not job.records_of("moving")
+    job.join("node9")
+    job["node9"].beat()
+    job.wait(0.1)
+    assert any(isinstance(message, SendCounts) for message in job["node0"].heard), "it is to come back"
+
+
+def test_a_group_that_is_about_to_leave_stays_if_the_job_ends_or_somebody_dies() -> None:
+    job = training(spares=0, policy="shrink", groups=2)
+    job["node1"].say(Notice("spot", 30.0))
+    job.wait(0.1)
+    stop(job, 0)
+    job["node1"].say(job["node1"].crash(1))
+    job.all_report()
+    job.wait(0.1)
+    assert job.records_of("detected") and not job.records_of("shrinking")
+    assert job.phase == "running" and job.controller.cluster.places == {0: "node0", 1: "node1"}

@@ -317,10 +317,10 @@ def _ask_to_drain(job: SimJob, name: str) -> None:
 
 
 def notice(job: SimJob, rng: Random) -> None:
-    """A node's machine is about to go, and goes, and another comes; or that is taken back."""
+    """A node's machine is about to go, and goes, and another comes; or that is taken back, or never comes."""
 
     def go(node: SimNode) -> None:
-        if node.alive and not job.over:
+        if node.alive and not job.over and not job.calm:
             node.kill()
             job.machine_ends(node)
             job.world.at(2.0, job.join)

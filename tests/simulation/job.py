@@ -217,6 +217,8 @@ class SimJob:
         """Those of which that is no wonder."""
         self.drained: set[str] = set()
         """Nodes that are to be taken out."""
+        self.calm = False
+        """Whether nothing more happens to it."""
         self._moving = 0
         """The epoch that begins for that alone."""
         self._pids = itertools.count(1000)
@@ -791,7 +793,7 @@ class SimJob:
                 return
             self.join()
             self.world.run(self.world.now + 3 * _CALM, lambda: self.over or self._everybody_trains())
-        if not self.over:
+        if not self.over and not self._everybody_trains():
             raise Invariant.RETURN.broken(f"replica groups stay away; {self._where()}")
 
     def _known_as_drained(self, controller: SimController) -> set[str]:
@@ -801,15 +803,12 @@ class SimJob:
 
     def _drains_end(self) -> None:
         """Nodes that are to be taken out are, or it is said that they stay; perhaps once another comes."""
+        self.drained = self._known_as_drained(self.controller)
         for _ in range(2):
-            self.drained = self._known_as_drained(self.controller)
             if self.over or not self.drained:
                 return
             self.join()
-            # One whose machine goes in the end, and its leader with it, nobody knows of any more.
-            known = self._known_as_drained
-            self.world.run(self.world.now + 3 * _CALM, lambda: self.over or not known(self.controller))
-        self.drained = self._known_as_drained(self.controller)
+            self.world.run(self.world.now + 3 * _CALM, lambda: self.over or not self.drained)
         if self.drained and not self.over:
             raise Invariant.DRAINS.broken(f"{self.drained} are being drained for ever; {self._where()}")
 
@@ -831,6 +830,7 @@ class SimJob:
 
     def _heal(self) -> None:
         self.world.trace("all is well from here on")
+        self.calm = True
         self.hooks.clear()
         self.network.heal(self.world.now)
         self.storage.healed()

@@ -141,7 +141,7 @@ FOUND_BY = {
     "who_cannot_be_reached_has_ended": 104,
     "roles_move_at_any_time": 500000055,
     "a_drained_node_is_used_again": 500000040,
-    "a_notice_is_heard_once": 590000011,
+    "a_notice_is_heard_once": 590000077,
     "who_is_drained_is_forgotten_by_a_new_controller": 500000219,
     "a_standby_is_ready_for_ever": 250007809,
     "what_a_standby_has_from_records_is_done": 250000106,

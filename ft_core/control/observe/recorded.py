@@ -132,6 +132,9 @@ EVENTS: Mapping[str, Event] = {
         _NODE,
     ),
     "moving": Event("an epoch ends for the roles of a drained node to go on elsewhere in the next"),
+    "shrinking": Event(
+        "an epoch ends for replica groups to leave in the next, with a node that is about to go"
+    ),
     "not_moving": Event("they could not start elsewhere, and stay; it is tried again, three times at most"),
     "drained": Event("the node plays no role, all that it kept is elsewhere, and it ends", _NODE),
     "not_drained": Event(

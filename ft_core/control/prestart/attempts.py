@@ -140,6 +140,16 @@ class Prestart:
         self.attempt = PrestartAttempt(places, set(here), leaves, now, idle, unheld=here)
         return to(cluster.nodes_with_roles(), SendCounts())
 
+    def leave(self, cluster: ClusterState, node: str, now: float) -> list[Effect]:
+        """Nobody starts: all are to stop at the end of the same step, for a node's replica groups to go."""
+        self.attempt = PrestartAttempt({}, set(), node, now, unheld=set(cluster.places))
+        return self._ask_to_stop(cluster, self.attempt, now)
+
+    def leaves(self) -> str:
+        """The node whose replica groups go now, since all have stopped for that; empty: none."""
+        attempt = self.attempt
+        return "" if attempt is None or attempt.places or attempt.unheld else attempt.leaves
+
     def counted(self, cluster: ClusterState, message: OperationCounts) -> list[Effect]:
         """A role that takes part says which operations of the start-up phase it has on record."""
         attempt = self.attempt

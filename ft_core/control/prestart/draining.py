@@ -1,7 +1,8 @@
 """Takes nodes out on purpose, without a failure: who is drained, where its roles go, and when it may end.
 
 Its roles start elsewhere while they still train here (`control.prestart.attempts`), and all change over
-between two steps. Then it is a node without roles, which may keep copies for others: those go elsewhere from
+between two steps. Where there is no room, and the node is about to go, its replica groups leave so, if the
+policy is `shrink`. Then it is a node without roles, which may keep copies for others: those go elsewhere from
 the next step on, and once all that is needed is there, it ends. Nothing is kept in fewer places meanwhile.
 
 The node itself keeps that it is drained, and tells a controller's successor.
@@ -165,6 +166,8 @@ class Draining:
         if places is None:
             if returning.clears(cluster):
                 return []
+            if self._deadlines.get(name, math.inf) < math.inf and can_shrink(cluster, name):
+                return returning.leave(cluster, name, now)
             return self._give_up(
                 cluster, returning, name, _no_room(cluster, len(cluster.roles_by_node[name]))
             )
@@ -222,6 +225,14 @@ class Draining:
         if going is not None and beat.answers == self._number:
             going.unheard.discard(node.name)
             going.newest = max([going.newest, *(each.step for each in beat.roles.values())])
+
+
+def can_shrink(cluster: ClusterState, name: NodeName) -> bool:
+    """Whether the others can go on without the replica groups that have roles on a node."""
+    roles = cluster.roles_by_node.get(name, ())
+    return bool(
+        cluster.settings.policy == "shrink" and roles and cluster.groups.without(cluster.places, roles)[0]
+    )
 
 
 def _no_room(cluster: ClusterState, roles: int, going: list[NodeName] | None = None) -> str:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from ft_core.control.cluster_state import ClusterState, Node
 from ft_core.control.events import Effect, Record, Send
 from ft_core.control.prestart.attempts import Prestart
-from ft_core.control.prestart.draining import Draining
+from ft_core.control.prestart.draining import Draining, can_shrink
+from ft_core.process.sigterm import GRACE
 from ft_core.protocol.messages import Drain, NodeName, Notice
 
 OTHERS = 1.0
@@ -63,9 +64,9 @@ class Notices:
     def told(self, cluster: ClusterState, node: Node, now: float) -> list[Effect]:
         """A node has got SIGTERM."""
         if node.name in cluster.draining:
-            self._going[node.name] = _Going(SIGTERM, math.inf, now, told=True, drained=True)
+            self._going[node.name] = _Going(SIGTERM, now + GRACE, now, told=True, drained=True)
             return [Send(node.peer, Drain(wanted=True))]
-        self._going[node.name] = _Going(SIGTERM, math.inf, now + OTHERS, told=True)
+        self._going[node.name] = _Going(SIGTERM, now + GRACE, now + OTHERS, told=True)
         return []
 
     def tick(
@@ -106,6 +107,8 @@ class Notices:
         why_not: str,
     ) -> list[Effect]:
         objection = why_not or draining.objection(cluster, node.name)
+        if not why_not and going.deadline < math.inf and can_shrink(cluster, node.name):
+            objection = ""
         if not objection:
             going.drained = True
             return draining.begin(cluster, prestart, node.name, going.reason, going.deadline)
