@@ -357,7 +357,7 @@ def test_command_lines(
     assert recorded(records)[0].command.arguments == [*TINY, "--ft"]
 
 
-@pytest.mark.parametrize(("code", "again"), [(0, 0), (1, 0), (2, 0), (3, 0), (9, 1), (137, 1)])
+@pytest.mark.parametrize(("code", "again"), [(0, 0), (1, 0), (2, 0), (3, 0), (9, 1), (137, 1), (143, 0)])
 def test_a_node_comes_back_if_its_processes_were_killed(
     fake: Callable[..., Path],
     start: Callable[..., subprocess.Popen[bytes]],
