@@ -166,6 +166,9 @@ class Settings:
     interfaces: list[str] = field(default_factory=list)
     """Where agents serve state (`--ft-interface`): names, patterns and subnets, of which a machine takes
     all that it has; empty: see `ft_core.net.interfaces`."""
+    notices: list[str] = field(default_factory=list)
+    """Who may announce that a node's machine is about to go (`--ft-notices`), see
+    `ft_core.node.notices.which`."""
     environment: dict[str, str] = field(default_factory=dict)
     """Set in every worker, as torchrun's own variables are."""
     given: list[str] = field(default_factory=list)

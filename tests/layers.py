@@ -45,6 +45,9 @@ QUICK: dict[str, tuple[str, ...]] = {
         "test_strict.py::test_a_link_fails_while_all_live",
     ),
     "a node is taken out": ("test_drain.py::test_a_node_is_drained",),
+    "a node that is about to go is drained": (
+        "test_drain.py::test_a_node_that_is_about_to_go_is_drained[announced]",
+    ),
     "the page": ("test_page.py::test_a_browser_walks_the_page_of_a_job",),
     "the flight record": ("test_flight.py::test_a_worker_that_is_stopped_is_read_and_found",),
     "hangs": ("test_hangs.py::test_a_worker_that_is_stopped_is_replaced",),

@@ -25,6 +25,7 @@ from ft_core.elastic.rules import INTERVENTIONS
 from ft_core.errors import ConfigError
 from ft_core.leadership import is_elected
 from ft_core.net import interfaces
+from ft_core.node.notices import which
 from ft_core.process import inject
 from ft_core.process.lines import FORMATS
 from ft_core.protocol.sockets import split_address
@@ -307,6 +308,15 @@ def parser() -> Parser:
         "3/60; 0: all are used)",
     )
     f.add_argument(
+        "--ft-notices",
+        action="append",
+        default=None,
+        metavar="WHO",
+        help="who announces that a node's machine is about to go, which drains it: aws, gcp, azure, slurm, "
+        "kubernetes, file:PATH, command:WORDS (may be given several times); none; or auto, the default: the "
+        "cloud that has made the machine, and Slurm. With --standalone the default is none",
+    )
+    f.add_argument(
         "--ft-direct-nodes",
         type=int,
         default=Settings.direct,
@@ -461,6 +471,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         http=_address("--ft-http", args.ft_http),
         metrics=_metrics(args.ft_metrics_port),
         **({} if args.shutdown_timeout is None else {"shutdown_timeout": args.shutdown_timeout}),
+        notices=which.parse(args.ft_notices or [which.NONE if args.standalone else which.AUTO]),
         **given,
         given=sorted(given),
     )

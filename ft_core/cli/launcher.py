@@ -236,7 +236,8 @@ class Launcher:
         if self._pass_on_at == math.inf:
             self._pass_on_at, self._deadline = now, now + self.patience
             tell(
-                "ftrun: told to end (SIGTERM), and tells the workers; those that handle it end by themselves."
+                "ftrun: told to end (SIGTERM): if this is one node of several, and the job can go on without "
+                "it, its roles move; else the workers are told, and those that handle it end by themselves."
                 f" Once more, after {_AS_ONE:.0f} s, ends them at once."
                 if not self._interrupted
                 else "ftrun: told to end (Ctrl-C), and tells the workers. Once more ends them at once."

@@ -6,12 +6,14 @@ Roles start ahead of need (`control.prestart`), while all others train; here the
 
 from __future__ import annotations
 
+from ft_core.control.cluster_state import Node
 from ft_core.control.events import Peer
 from ft_core.control.period import TRIES, ProtectionPeriod
 from ft_core.control.phases import Running
+from ft_core.control.prestart.notices import Notices
 from ft_core.control.prestart.stop import Stop, release
 from ft_core.control.recovery import RecoveryCoordinator
-from ft_core.protocol.messages import NodeName
+from ft_core.protocol.messages import NodeName, Notice
 
 
 class Changeovers:
@@ -19,16 +21,39 @@ class Changeovers:
 
     def __init__(self, recovery: RecoveryCoordinator) -> None:
         self._recovery, self._cluster, self._out = recovery, recovery.cluster, recovery.out
+        self._notices = Notices()
         self._period = ProtectionPeriod()
 
     def drain(self, peer: Peer, node: NodeName) -> None:
         """Somebody wants a node out."""
-        recovery, reason = self._recovery, ""
+        recovery = self._recovery
+        asked = recovery.draining.ask(self._cluster, recovery.prestart, peer, node, self._why_not())
+        self._out.emit(*asked)
+
+    def notice(self, node: Node, notice: Notice) -> None:
+        """The machine of a node is about to go."""
+        self._out.emit(*self._notices.heard(self._cluster, node, notice, self._out.now))
+        self.follow_notices()
+
+    def told(self, node: Node) -> None:
+        """A node has got SIGTERM."""
+        self._out.emit(*self._notices.told(self._cluster, node, self._out.now))
+        self.follow_notices()
+
+    def follow_notices(self) -> None:
+        """Drain those that are about to go, where that is possible by now."""
+        recovery = self._recovery
+        about = recovery.draining, recovery.prestart, self._out.now, self._why_not(), recovery.leaving
+        self._out.emit(*self._notices.tick(self._cluster, *about))
+
+    def _why_not(self) -> str:
+        """Why no node can be taken out at present; empty, as a rule."""
+        recovery = self._recovery
         if not isinstance(recovery.phase, Running):
-            reason = f"the job is {recovery.phase.name}; ask again once it trains"
-        elif recovery.protection.unprotected or recovery.completion.released:
-            reason = "the script runs without fault tolerance, or has come to its end"
-        self._out.emit(*recovery.draining.ask(self._cluster, recovery.prestart, peer, node, reason))
+            return f"the job is {recovery.phase.name}; ask again once it trains"
+        if recovery.protection.unprotected or recovery.completion.released:
+            return "the script runs without fault tolerance, or has come to its end"
+        return ""
 
     def advance(self) -> None:
         """While all train, others may start: in place of those on a node that is drained, or of replica
@@ -100,6 +125,12 @@ class Changeovers:
         """Begin an epoch with those that are ready, once nobody would be disturbed by it."""
         recovery = self._recovery
         if not isinstance(recovery.phase, Running):
+            return
+        if leaves := recovery.prestart.leaves():
+            groups = self._cluster.groups.of(self._cluster.roles_by_node.get(leaves, []))
+            self._cluster.groups.withdrawn |= set(self._cluster.groups.roles(groups))
+            roles = sorted(self._cluster.groups.withdrawn)
+            recovery.end_epoch("shrinking", f"replica groups {groups} leave with node {leaves}", roles)
             return
         stop = self._stop
         roles = recovery.prestart.due(self._cluster, self._out.now)

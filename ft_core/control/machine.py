@@ -383,6 +383,9 @@ class Controller:
                 self._recovery.role_finished(role)
             case m.Leaving():
                 self._termination.on_node_told(node)
+                self._changeovers.told(node)
+            case m.Notice():
+                self._changeovers.notice(node, message)
             case m.Left():
                 self._termination.on_node_left(node)
             case m.RestoreFailed() | m.NoIdleWorker() | m.PausedAtStep() | m.Issued():
@@ -432,6 +435,7 @@ class Controller:
         if isinstance(self.phase, Running):
             self._reports.ask_about_script_end()
         self._hang_response.check()
+        self._changeovers.follow_notices()
         if not self.busy:
             self.cluster.records.prepare(AT_ONCE)
         if isinstance(self.phase, Running):

@@ -34,7 +34,7 @@ class Succession:
             return False
         if node.hello.draining:  # it was to be taken out, and plays no role
             self._out.record("drained", "it was lost, and is back", node=node.name)
-            self._out.send(node, m.Shutdown(code=0))
+            self._out.send(node, m.Shutdown(code=0, drained=True))
         else:
             reason = f"node {node.name} is back, too late: it joins again as a spare"
             self._out.record("given_up", reason, node=node.name)

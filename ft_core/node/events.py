@@ -104,6 +104,15 @@ class Signalled:
 
 
 @dataclass(frozen=True)
+class Noticed:
+    """Somebody announces that this machine is about to go, in so many seconds where that is known; or does
+    not any more: no `reason`."""
+
+    reason: str
+    seconds: float | None
+
+
+@dataclass(frozen=True)
 class Replicated:
     """A role's snapshot is verified wherever it must be, as was wanted; `failed`: why it is not."""
 
@@ -205,7 +214,7 @@ class RecordsFound:
 Event = (
     Begin | Connected | NotConnected | FromController | Forked | WorkerReady | FromWorker | WorkerEnded
     | WorkerGone | Signalled | Replicated | StateFetched | DurableDone | VersionWritten | DurableListed
-    | FlightRead | Probed | Examined | PeerAsks | RecordsFound | Tick | Terminate | LauncherGone
+    | FlightRead | Probed | Examined | PeerAsks | RecordsFound | Noticed | Tick | Terminate | LauncherGone
 )  # fmt: skip
 
 

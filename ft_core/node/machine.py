@@ -41,6 +41,7 @@ from ft_core.node.events import (
     LauncherGone,
     LookForDurable,
     NotConnected,
+    Noticed,
     PeerAsks,
     Probe,
     Probed,
@@ -64,7 +65,7 @@ from ft_core.node.memory import holdings
 from ft_core.node.memory.view import View
 from ft_core.node.metrics import NodeNumbers
 from ft_core.node.phases import TRANSITIONS, Farewell, Over, Phase, Serving
-from ft_core.node.termination import Termination
+from ft_core.node.termination import ANSWER, Termination
 from ft_core.node.workers.worker_table import Worker, WorkerState, WorkerTable, in_words, lost
 from ft_core.process.sigterm import ENDED, GRACE
 from ft_core.process.transitions import follow
@@ -110,6 +111,10 @@ class Agent:
         """The newest steps' samples, for the ledger."""
         self.draining = False
         """Whether it is to be taken out."""
+        self.drained = False
+        """Whether it was, and nobody needs it any more."""
+        self._notice: tuple[str, float] | None = None
+        """Why this machine is about to go, and when."""
 
     @property
     def phase(self) -> Phase:
@@ -190,13 +195,19 @@ class Agent:
                 self._ask_worker(event)
             case RecordsFound():
                 self.epochs.records_found(event)
+            case Noticed(reason, seconds):
+                self._notice = (
+                    (reason, math.inf if seconds is None else self._now + seconds) if reason else None
+                )
+                self._tell_notice()
             case Tick():
                 self._tick()
             case Terminate():
                 if not self._termination.under_way:
-                    self._termination.begin(self.crew.playing())
+                    asks = self._connected and self._has_others()
+                    self._termination.begin(self.crew.playing(), self._now + ANSWER * asks)
                     self._post(m.Leaving())
-                    self._do(*self._termination.pass_on(self.crew.playing()))
+                    self._do(*self._termination.pass_on(self.crew.playing(), self._now))
                     self._leave_if_told()
             case LauncherGone():
                 log.error("node %s: ftrun is gone; this agent stops", self.about.node)
@@ -213,7 +224,7 @@ class Agent:
             self._post(beat)
             if self._connected:
                 self.epochs.report_if_changed()
-        self._do(*self._termination.pass_on(self.crew.playing()))
+        self._do(*self._termination.pass_on(self.crew.playing(), self._now))
         self.epochs.tick()
         if self._now >= self._termination.leave_at:
             self._leave()
@@ -228,8 +239,18 @@ class Agent:
         # A controller that died may not have answered those, and not have written down these.
         said = [*self.epochs.said.again(self._now), *self._asking.values(), *self._trained]
         self._post(m.AgentHello(*who, self.epochs.greeting(), said, self.draining, job))
+        if self._notice is not None:
+            self._tell_notice()
         if self._termination.under_way:
             self._post(m.Leaving())
+
+    def _tell_notice(self) -> None:
+        reason, at = self._notice or ("", math.inf)
+        self._post(m.Notice(reason, None if at == math.inf else max(0.0, at - self._now)))
+
+    def _has_others(self) -> bool:
+        """Whether there are nodes on which roles of this one might go on."""
+        return self.epochs.plan is not None and len(self.epochs.plan.nodes) > 1
 
     def _alone(self, event: NotConnected) -> None:
         was, self._connected = self._connected, False
@@ -292,6 +313,8 @@ class Agent:
                 self._post(replace(self.epochs.heartbeat(), answers=number))
             case m.Drain(wanted):
                 self.draining = wanted
+                self._termination.answered(wanted)
+                self._do(*self._termination.pass_on(self.crew.playing(), self._now))
             case m.Release(parts):
                 self.epochs.parts = parts
                 self._tell_players(message)
@@ -321,8 +344,10 @@ class Agent:
                 self.epochs.keep_strikes(strikes)
             case m.SaveVersion():
                 self.epochs.save(message)
-            case m.Shutdown(code):
-                self._end(code)
+            case m.Shutdown(code, drained):
+                self.drained = drained
+                announced = self._notice is not None or self._termination.under_way
+                self._end(ENDED if drained and announced else code)
             case _:
                 assert_never(message)
 

@@ -43,6 +43,7 @@ from ft_core.node.memory.rack_loss import RackLoss
 from ft_core.node.memory.ready_memory import ReadyMemory
 from ft_core.node.memory.replicator import Replicator
 from ft_core.node.metrics import PAGES
+from ft_core.node.notices.watch import Watch
 from ft_core.node.workers import departure, flight, orphans
 from ft_core.node.workers.oom import OomKiller
 from ft_core.node.workers.processes import WorkerPool
@@ -135,6 +136,7 @@ class NodeShell:
             },
         )
         self.machine = Agent(about, settings, MemoryView(self.store, self.pool, self.replicator))
+        self._watch = Watch(node, self._handle)
         LOG_CONTEXT.about = lambda: {"node": node, "epoch": self.machine.epochs.epoch}
         self._refusals = Refusals(lambda reason: log.warning("node %s refused: %s", self.node, reason))
         self._events: deque[e.Event] = deque()
@@ -192,6 +194,8 @@ class NodeShell:
         if http is not None:
             http.close()
         sigterm.ignore()
+        if self.machine.drained and self.speaks:  # else the controller is still needed here
+            await self._watch.agree()
         workers.cancel()
         stores.cancel()
         if code is None:
@@ -247,6 +251,7 @@ class NodeShell:
         self._tasks.spawn(self._uplink.serve())
         self._tasks.spawn(self._tick())
         self._tasks.spawn(self.ready.serve())
+        self._tasks.spawn(self._watch.serve(self.settings.notices, self.settings.size[0]))
 
     def _fail(self, error: Exception) -> None:
         """An error of this agent's own: its node is lost, rather than there and of no use."""

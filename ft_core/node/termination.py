@@ -1,4 +1,5 @@
-"""SIGTERM to a node: its workers get it too, and what they make of it decides what becomes of the node.
+"""SIGTERM to a node: first the controller is asked whether the job goes on without it. If so the node is
+drained. Else its workers get the signal too, and what they make of it decides what becomes of the node.
 
 A script that handles the signal (Megatron's `--exit-signal-handler`) saves and ends by itself, and a failure
 on the way is recovered as ever. Workers that do not handle it die of it, as under torchrun, and their node
@@ -15,6 +16,9 @@ from ft_core.node.events import Effect, Signal
 from ft_core.node.workers.worker_table import Worker
 from ft_core.process.sigterm import GRACE
 
+ANSWER = 5.0
+"""Seconds that the controller has to say whether the node is drained."""
+
 
 class Termination:
     """What has become of the signal so far."""
@@ -27,21 +31,30 @@ class Termination:
         """Whether all is said, and it only waits for the controller's word to end."""
         self._first: set[int] = set()
         """Workers that had a role when the signal came."""
+        self._held_until = -math.inf
+        """Until when no worker gets it."""
         self._signalled: set[int] = set()
 
-    def begin(self, playing: Iterable[Worker]) -> None:
-        """The signal has come, for the first time."""
-        self.under_way = True
+    def begin(self, playing: Iterable[Worker], held_until: float) -> None:
+        """The signal has come, for the first time. `held_until`: when the workers get it, unless the
+        controller says something."""
+        self.under_way, self._held_until = True, held_until
         self._first = {worker.number for worker in playing}
 
-    def pass_on(self, playing: Iterable[Worker]) -> list[Effect]:
+    def answered(self, drained: bool) -> None:
+        """The controller has said whether the node's roles go elsewhere."""
+        self._held_until = math.inf if drained else -math.inf
+
+    def pass_on(self, playing: Iterable[Worker], now: float) -> list[Effect]:
         """Again and again, for those who were not ready for it.
 
         A worker that has just been given its role ignores the signal still, and the successor of a failed
         one must not die of what its predecessor has survived, before its script is where it handles it.
         """
+        if not self.under_way or now < self._held_until:
+            return []
         left = [worker.number for worker in playing if worker.number not in self._signalled]
-        return [Signal(number, even_so=number in self._first) for number in left if self.under_way]
+        return [Signal(number, even_so=number in self._first) for number in left]
 
     def stay(self, until: float) -> None:
         """Its workers have ended, or have had their time; what they did is in memory, and may be written."""

@@ -14,7 +14,7 @@
 #   RDZV_ID        the job's id, if node 0 may come back on another machine, and there is to go on with it; of no two jobs
 #                  the same (default: drawn)
 #
-# If the node's processes are killed and the machine lives, it joins the job again, as a spare. The exit code is the job's.
+# If the node's processes are killed and the machine lives, it joins the job again, as a spare; not if it is about to go. The exit code is the job's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source recipes/megatron/common.sh
@@ -54,8 +54,8 @@ arguments=("$@")
 
 ftrun_as "$JOB_DIR/$rank" --node-rank "$rank" --rdzv-endpoint "$HEAD" ${RDZV_ID:+--rdzv-id "$RDZV_ID"}
 again=0
-# The codes of a node whose processes were killed; all others are the job's, and would come again.
-killed() { [ "$code" -gt 128 ] || [[ " 6 7 9 11 " == *" $code "* ]]; }
+# The codes of a node whose processes were killed; all others are the job's, and would come again; 143: it was told to go.
+killed() { { [ "$code" -gt 128 ] && [ "$code" -ne 143 ]; } || [[ " 6 7 9 11 " == *" $code "* ]]; }
 while killed && [ -z "$stopping" ]; do
     again=$((again + 1))
     echo "node $rank: killed ($code); it comes back, for the ${again}. time" >&2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from pathlib import Path
 
@@ -18,10 +19,20 @@ STEPS, MORE = 40, 60
 
 def drain(job: Job, role: int) -> str:
     """The node that plays `role`; until it is out."""
-    [node] = [row["node"] for row in job.status()["roles"] if row["role"] == role]
+    node, out = playing(job, role), drained(job)
     assert node in job.ctl("drain", node)
-    out = job.wait_for("drained", 1 + len([e for e in job.events() if e["event"] == "drained"]))
-    assert out[-1]["node"] == node
+    assert job.wait_for("drained", out + 1)[-1]["node"] == node
+    return node
+
+
+def drained(job: Job) -> int:
+    """How many nodes are out by now."""
+    return len([event for event in job.events() if event["event"] == "drained"])
+
+
+def playing(job: Job, role: int) -> str:
+    """The node that does."""
+    [node] = [row["node"] for row in job.status()["roles"] if row["role"] == role]
     return node
 
 
@@ -43,6 +54,72 @@ def test_a_node_is_drained(tmp_path):
         assert not any(failures.values()), failures
         result = job.finish()
     check_identical(result, layout, STEPS)
+    check_nobody_failed(result)
+
+
+def announced(job: Job, notices: Path, role: int) -> str:
+    """The node that plays `role`: its machine is about to go, as a file says; until it is out."""
+    node, out = playing(job, role), drained(job)
+    with notices.open("a") as file:
+        file.write(f"{node} 90 a new power supply\n")
+    assert job.wait_for("drained", out + 1)[-1]["node"] == node
+    return node
+
+
+def told(job: Job, _: Path, role: int) -> str:
+    """The same, as it gets SIGTERM."""
+    node, out = playing(job, role), drained(job)
+    agent, _pid = job.pids(role)
+    os.kill(agent, signal.SIGTERM)
+    assert job.wait_for("drained", out + 1)[-1]["node"] == node
+    return node
+
+
+@pytest.mark.parametrize("how", [announced, told])
+def test_a_node_that_is_about_to_go_is_drained(how, tmp_path):
+    layout, notices = Layout(1, 1, 2, distributed=True), tmp_path / "notices"
+    with Job(tmp_path / "job", layout, STEPS, script=PACED, ftrun=(f"--ft-notices=file:{notices}",)) as job:
+        job.wait_for("resumed")
+        job.wait_for("joined", 3)
+        node = how(job, notices, 1)
+        rows = job.status()["roles"]
+        assert [row["node"] for row in rows] == ["node0", "node2"] and node == "node1"
+        result = job.finish()
+    check_identical(result, layout, STEPS)
+    check_nobody_failed(result)
+    [begun] = result.of("draining")
+    if how is announced:
+        [notice] = result.of("notice")
+        assert begun["reason"] == notice["reason"] == f"file {notices}: a new power supply"
+        assert 60 < notice["seconds"] <= 90 and "the machine of node node1 goes in" in result.output
+    else:
+        assert begun["reason"] == "it was told to end (SIGTERM)" and result.of("leaving")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("training", "nproc", "script"),
+    [
+        (Layout(1, 2, 2, distributed=True, bf16=True), 2, HERE / "resting_core.py"),
+        (Zero(2, dp=2, bf16=True), 1, HERE / "resting_clm.py"),
+    ],
+    ids=lambda value: str(value) if not isinstance(value, int | Path) else None,
+)
+def test_nodes_that_are_about_to_go_at_random_steps(training, nproc, script, seed, tmp_path):
+    """One by a notice, another by SIGTERM: no step is done again."""
+    rng, notices = random.Random(seed), tmp_path / "notices"
+    flags = (f"--ft-notices=file:{notices}",)
+    with Job(tmp_path / "job", training, MORE, nproc=nproc, spares=2, script=script, ftrun=flags) as job:
+        job.wait_for("resumed")
+        job.wait_for("joined", 4)
+        gone = set()
+        for how in rng.sample((announced, told), 2):
+            job.wait_for_step(job.step() + rng.randrange(1, 6))
+            gone.add(how(job, notices, rng.randrange(training.world)))
+        assert gone.isdisjoint(row["node"] for row in job.status()["roles"])
+        result = job.finish()
+    check_identical(result, training, MORE)
     check_nobody_failed(result)
 
 

@@ -52,20 +52,24 @@ def check_same(*runs: Run) -> None:
 
 
 def test_a_node_is_drained_and_another_one_lost(tmp_path: Path) -> None:
-    """Whoever drains a node means the jobs that come after this one; the node that is lost is replaced by the
-    spare, and Slurm keeps the job."""
-    with Slurm(tmp_path, 3) as slurm:
-        job = submit(slurm)
+    """The roles of the node that Slurm wants back move to a spare between two steps; the node that is lost is
+    replaced by the other one, and Slurm keeps the job."""
+    with Slurm(tmp_path, 4) as slurm:
+        job = submit(slurm, "--nodes=4", NNODES="2")
         run = Run(slurm, f"runs/slurm-{job}-0")
         run.until_step(3)
         slurm.command("scontrol", "update", "nodename=node1", "state=drain", "reason=broken")
         slurm.until(lambda: slurm.states()["node1"] == "DRAINING", "a node that is drained")
+        slurm.until(lambda: run.events("drained"), "a node without a role")
+        [notice] = run.events("notice")
+        assert notice["reason"].endswith("DRAIN: broken") and notice["roles"] == [0]
+        assert [event["roles"] for event in run.events("moving")] == [[0]]
         slurm.nodes[1].end()
-        slurm.until(lambda: len(run.events("resumed")) == 2, "recovery")
+        slurm.until(lambda: len(run.events("resumed")) == 3, "recovery")
         let_end(slurm)
         about = slurm.ended(job)
         assert (about["JobState"], about["ExitCode"]) == ("COMPLETED", "0:0")
-        assert [event["roles"] for event in run.events("decided")] == [[], [1]]
+        assert [event["roles"] for event in run.events("detected")] == [[1]]
         slurm.until(lambda: slurm.states()["node1"] == "DRAINED", "a node without a job")
         check_same(run)
 

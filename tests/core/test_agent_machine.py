@@ -9,6 +9,7 @@ from typing import TypeVar, get_args
 import msgspec
 import pytest
 from core.plans import messages_of, plan
+from msgspec.structs import replace
 
 from ft_core.control.decide import compact
 from ft_core.node import events as e
@@ -17,6 +18,7 @@ from ft_core.node.link import outage
 from ft_core.node.machine import FAREWELL, SAME, Agent
 from ft_core.node.memory.view import Words
 from ft_core.node.phases import Serving
+from ft_core.node.termination import ANSWER
 from ft_core.node.workers.worker_table import WorkerState, in_words
 from ft_core.process.sigterm import ENDED, GRACE
 from ft_core.protocol import messages as m
@@ -861,11 +863,19 @@ def end_of(node: Node, how: Callable[[Node], int]) -> list[e.Effect]:
     return node.handle(e.WorkerEnded(how(node), -signal.SIGTERM))
 
 
-def test_sigterm_is_passed_on_until_it_is_taken(training: Node):
+@pytest.mark.parametrize("refused", [True, False])
+def test_sigterm_is_passed_on_until_it_is_taken(refused: bool, training: Node):
+    """Once the controller says that the job needs this node, or says nothing."""
     number = training.number()
     training.handle(e.Terminate())
-    assert training.done == [e.ToController(m.Leaving()), e.Signal(number, even_so=True)]
+    assert training.done == [e.ToController(m.Leaving())]
     assert not training.handle(e.Terminate()), "it comes again and again"
+    assert not training.handle(e.Tick(), ANSWER - 0.1) or not training.effects(e.Signal)
+    if refused:
+        training.hear(m.Drain(wanted=False))
+    else:
+        training.handle(e.Tick(), 0.2)
+    assert training.effects(e.Signal) == [e.Signal(number, even_so=True)]
     training.handle(e.Tick())
     assert training.effects(e.Signal) == [e.Signal(number, even_so=True)]
     training.handle(e.Signalled(number))
@@ -878,11 +888,52 @@ def test_sigterm_is_passed_on_until_it_is_taken(training: Node):
 
 def test_a_successor_is_sent_the_signal_only_once_it_handles_it(training: Node):
     training.handle(e.Terminate())
+    training.hear(m.Drain(wanted=False))
     training.handle(e.WorkerEnded(training.number(), -9))
     training.hear(m.Abort(2))
     training.hear(plan(2, newcomers=[0]))
     training.handle(e.Tick())
     assert training.effects(e.Signal) == [e.Signal(training.number(), even_so=False)]
+
+
+def test_a_node_that_is_drained_keeps_the_signal_to_itself(training: Node):
+    training.handle(e.Terminate())
+    training.hear(m.Drain(wanted=True))
+    training.handle(e.Tick(), 100)
+    assert not training.effects(e.Signal)
+    training.hear(m.Shutdown(0, drained=True))
+    assert training.effects(e.End) == [e.End(ENDED)], "its ftrun was told to end"
+    assert training.agent.drained
+
+
+def test_a_drain_that_fails_after_sigterm_lets_the_workers_have_it(training: Node):
+    training.handle(e.Terminate())
+    training.hear(m.Drain(wanted=True))
+    training.hear(m.Drain(wanted=False))
+    assert training.effects(e.Signal) == [e.Signal(training.number(), even_so=True)]
+
+
+def test_a_node_alone_does_not_ask_whether_it_may_end():
+    node = Node()
+    alone = plan(roles={0: "node0"})
+    node.handle(e.Connected())
+    node.hear(replace(alone, nodes={"node0": alone.nodes["node0"]}))
+    node.handle(e.Terminate())
+    assert node.effects(e.Signal)
+
+
+def test_a_notice_is_told_until_it_is_taken_back(training: Node):
+    training.handle(e.Noticed("the end", 30.0))
+    assert training.said(m.Notice) == [m.Notice("the end", 30.0)]
+    training.handle(e.Tick(), 10)
+    training.handle(e.NotConnected("it is gone"))
+    training.handle(e.Connected())
+    assert training.said(m.Notice) == [m.Notice("the end", 20.0)], "another controller must know too"
+    training.hear(m.Drain(wanted=True))
+    training.handle(e.Noticed("", None))
+    assert training.said(m.Notice) == [m.Notice("", None)]
+    training.handle(e.Connected())
+    assert not training.said(m.Notice)
 
 
 def test_a_node_whose_workers_die_of_sigterm_leaves_with_the_last():

@@ -133,7 +133,7 @@ def test_roles_move_between_two_steps_and_then_the_node_ends() -> None:
     commit(job, 2)
     job.wait(1)
     assert job.records_of("drained")[0].more == {"node": "node1"}
-    assert job["node1"].heard[-1] == Shutdown(code=0)
+    assert job["node1"].heard[-1] == Shutdown(code=0, drained=True)
     assert job.phase == "running" and "node1" not in job.controller.cluster.nodes
     assert not job.controller.cluster.strikes.places()
 
@@ -430,7 +430,7 @@ def test_a_drained_node_that_is_lost_and_comes_back_too_late_ends() -> None:
     job.all_report()
     job.agents["node1"] = agent
     agent.greet()
-    assert agent.heard[-1] == Shutdown(code=0) and not job.records_of("given_up")
+    assert agent.heard[-1] == Shutdown(code=0, drained=True) and not job.records_of("given_up")
     assert job.records_of("drained")[-1].more == {"node": "node1"}
 
 

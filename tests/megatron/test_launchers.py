@@ -313,6 +313,37 @@ def test_kubernetes(start: Callable[..., subprocess.Popen[bytes]], tmp_path: Pat
     assert different(read_losses(logs)) == expected.losses and read_digest(logs) == expected.digest
 
 
+@pytest.mark.long
+def test_a_pod_is_deleted_and_its_roles_move(
+    start: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    """SIGTERM to one of several: no step is done again, and nobody fails."""
+    _, container, values = pod()
+    volumes, awaited = tmp_path / "job", tmp_path / "awaited"
+    about = {**values, "HEAD": f"127.0.0.1:{free_port()}", "NNODES": "2", "NPROC": "1"}
+    about |= {"SCRIPT": str(ROOT / "tests/chaos/paced.py"), "FT_TESTS_AWAITED": str(awaited)}
+
+    def begin(index: int) -> subprocess.Popen[bytes]:
+        given = {**about, "JOB_COMPLETION_INDEX": str(index), "JOB_DIR": str(volumes / f"pod-{index}")}
+        return start(*container["command"], *PAIR.arguments(ITERATIONS, True), **given)
+
+    first, deleted, spare = [begin(index) for index in range(3)]
+
+    def told(name: str) -> list[dict]:
+        return [event for event in events(volumes / "pod-0" / "0") if event["event"] == name]
+
+    until(lambda: len(told("joined")) == 3 and bool(told("resumed")), first, "three nodes")
+    deleted.terminate()
+    until(lambda: bool(told("drained")), first, "the drain")
+    assert deleted.wait(60) == 143
+    awaited.touch()
+    assert [first.wait(90), spare.wait(60)] == [0, 0]
+    assert [event["roles"] for event in told("moving")] == [[1]] and not told("detected")
+    logs = "\n".join(output(volume) for volume in volumes.iterdir())
+    expected = reference(PAIR, ITERATIONS)
+    assert read_losses(logs) == expected.losses and read_digest(logs) == expected.digest
+
+
 def recorded(records: Path) -> tuple[Settings, list[str]]:
     """What ftrun's own parser makes of the flags it was given; and the flags."""
     words = (records / "ftrun").read_text().splitlines()
@@ -357,7 +388,7 @@ def test_command_lines(
     assert recorded(records)[0].command.arguments == [*TINY, "--ft"]
 
 
-@pytest.mark.parametrize(("code", "again"), [(0, 0), (1, 0), (2, 0), (3, 0), (9, 1), (137, 1)])
+@pytest.mark.parametrize(("code", "again"), [(0, 0), (1, 0), (2, 0), (3, 0), (9, 1), (137, 1), (143, 0)])
 def test_a_node_comes_back_if_its_processes_were_killed(
     fake: Callable[..., Path],
     start: Callable[..., subprocess.Popen[bytes]],

@@ -316,6 +316,26 @@ def _ask_to_drain(job: SimJob, name: str) -> None:
         controller.do(lambda: controller.handle(Received(NOBODY, m.DrainNode(name))))
 
 
+def notice(job: SimJob, rng: Random) -> None:
+    """A node's machine is about to go, and goes, and another comes; or that is taken back, or never comes."""
+
+    def go(node: SimNode) -> None:
+        if node.alive and not job.over and not job.calm:
+            node.kill()
+            job.machine_ends(node)
+            job.world.at(2.0, job.join)
+
+    if node := some(job, rng):
+        seconds = rng.choice((None, 3.0, 8.0, 20.0))
+        job.world.trace(f"{node.name} is about to go: {seconds} s")
+        node.notice("maintenance", seconds)
+        if seconds is None or rng.random() < 0.3:
+            if rng.random() < 0.3:
+                job.world.at(rng.random() * 4, lambda: node.notice(""))
+        else:
+            job.world.at(seconds, lambda: go(node))
+
+
 def poison(job: SimJob, rng: Random) -> None:
     """A role's worker dies whenever it has made a certain version: nothing helps against that."""
     if job.poison is None:
@@ -536,7 +556,10 @@ def schedule(job: SimJob, rng: Random) -> float:
     if job.shape.relays:
         faults = faults | {lose_relay: 8}
     moments: tuple[str, ...] = MOMENTS
-    if job.shape.drains:
+    if job.shape.notices:
+        faults = faults | {notice: sum(faults.values()) // 2, join: 4}
+        moments = (*MOMENTS, "Notice", "Drain", "Prepare", "SendHeartbeat", "NodesChanged")
+    elif job.shape.drains:
         faults = faults | {drain: sum(faults.values()) // 2, join: 4}
         moments = (*MOMENTS, "Drain", "Prepare", "SendHeartbeat", "NodesChanged")
     for _ in range(count):

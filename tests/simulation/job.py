@@ -14,6 +14,8 @@ from typing import Any
 from ft_core.cli import ledger_check
 from ft_core.control import events as ev
 from ft_core.control.observe.recorded import EVENTS
+from ft_core.control.prestart.draining import Draining
+from ft_core.control.prestart.notices import AGAIN
 from ft_core.elastic.rules import Deal, tellers
 from ft_core.protocol import messages as m
 from ft_core.protocol.goodput import Spent
@@ -80,6 +82,8 @@ class Shape:
     """Steps from a version that is protected to the next."""
     slow: bool = False
     """Copies do not keep up with the steps."""
+    notices: bool = False
+    """As their machines are about to go, and not as somebody asks for it."""
     ready: bool = False
     """Standbys start roles ahead of need."""
     relays: bool = False
@@ -228,6 +232,8 @@ class SimJob:
         """Those of which that is no wonder."""
         self.drained: set[str] = set()
         """Nodes that are to be taken out."""
+        self.calm = False
+        """Whether nothing more happens to it."""
         self._moving = 0
         """The epoch that begins for that alone."""
         self._pids = itertools.count(1000)
@@ -839,6 +845,7 @@ class SimJob:
         if not self.diverges:  # nobody can start ahead of need, then, with what others have on record
             self._groups_return()
             self._drains_end()
+            self._notices_are_followed()
         self.steps = self.training.newest + _STEPS
         world.run(world.now + _LIMIT, lambda: self.over)
         if not self.over:
@@ -852,7 +859,7 @@ class SimJob:
                 return
             self.join()
             self.world.run(self.world.now + 3 * _CALM, lambda: self.over or self._everybody_trains())
-        if not self.over:
+        if not self.over and not self._everybody_trains():
             raise Invariant.RETURN.broken(f"replica groups stay away; {self._where()}")
 
     def _known_as_drained(self, controller: SimController) -> set[str]:
@@ -870,14 +877,28 @@ class SimJob:
             limit = 3 * _CALM + 3 * self.every * self.step  # until copies are elsewhere, or all was tried
             limit = _LIMIT if self._hopeless else limit
             self.world.run(self.world.now + limit, lambda: self.over or not self.drained)
-        if not self.over:
+        if self.drained and not self.over:
             raise Invariant.DRAINS.broken(f"{self.drained} are being drained for ever; {self._where()}")
+
+    def _notices_are_followed(self) -> None:
+        """Who is about to go is drained, or there is something against it; perhaps once another comes."""
+        if not self.over and any(node.noticed for node in self.live()):
+            self.join()
+        self.world.run(self.world.now + 3 * _CALM + AGAIN, lambda: self.over or not self._unheeded())
+        if not self.over and (names := self._unheeded()):
+            raise Invariant.DRAINS.broken(f"{names} are about to go, and nobody minds; {self._where()}")
+
+    def _unheeded(self) -> list[str]:
+        cluster = self.controller.machine.cluster
+        there = (n.name for n in self.live() if n.noticed and n.name in cluster.nodes)
+        return [n for n in there if n not in cluster.draining and not Draining().objection(cluster, n)]
 
     def _everybody_trains(self) -> bool:
         return len(self.controller.machine.cluster.places) == self.training.roles
 
     def _heal(self) -> None:
         self.world.trace("all is well from here on")
+        self.calm = True
         self.hooks.clear()
         self.network.heal(self.world.now)
         self.storage.healed()

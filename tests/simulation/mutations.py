@@ -5,6 +5,7 @@ A mutation changes classes of the process that it is called in, which is of no o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from ft_core.control.observe.goodput import Account
 from ft_core.control.phases import Rebuilding, Saving
 from ft_core.control.prestart.attempts import Prestart
 from ft_core.control.prestart.draining import Draining
+from ft_core.control.prestart.notices import Notices
 from ft_core.control.recovery import RecoveryCoordinator
 from ft_core.control.reports import Reports
 from ft_core.leadership.lease import Follower, Lease
@@ -430,6 +432,18 @@ def roles_move_at_any_time() -> None:
     Prestart.due = lambda self, cluster, now: sorted(self.places())  # type: ignore[method-assign]
 
 
+def a_notice_is_heard_once() -> None:
+    """What cannot be done about it at once is not done."""
+    found = Notices._begin
+
+    def mutated(self: Notices, *arguments: Any) -> Any:
+        effects, going = found(self, *arguments), arguments[4]
+        going.not_before = math.inf
+        return effects
+
+    Notices._begin = mutated  # type: ignore[method-assign]
+
+
 def who_is_drained_is_forgotten_by_a_new_controller() -> None:
     """Nobody tells it."""
     Draining.greeted = lambda self, cluster, node, known: []  # type: ignore[method-assign]
@@ -538,6 +552,7 @@ DRAINED: dict[str, Callable[[], None]] = {
     for mutation in (
         a_drained_node_is_used_again,
         roles_move_at_any_time,
+        a_notice_is_heard_once,
         who_is_drained_is_forgotten_by_a_new_controller,
     )
 }

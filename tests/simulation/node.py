@@ -49,6 +49,8 @@ class SimNode(Process):
         super().__init__(job.world, f"{machine_name}+{again}")
         self.job, self.machine_name, self.rank, self._again = job, machine_name, rank, again
         self.leaving = False
+        self.noticed = False
+        """Whether its machine is about to go, as it has heard."""
         self.vanished = False
         """Whether its machine is no more, and nobody there says that nobody listens."""
         self.store = SimStore()
@@ -295,6 +297,11 @@ class SimNode(Process):
         for process in [self, self.beside, *self.workers.values()]:
             while process.alive and process.stopped:
                 process.go_on()
+
+    def notice(self, reason: str, seconds: float | None = None) -> None:
+        """Its machine is about to go; without a `reason` it is not any more."""
+        self.noticed = bool(reason)
+        self.do(lambda: self.handle(ev.Noticed(reason, seconds)))
 
     def terminate(self) -> None:
         """SIGTERM."""

@@ -11,7 +11,7 @@ import pytest
 from . import node
 from .__main__ import failure, failures
 from .mutations import DERIVED, DRAINED, ELECTED, LADDERS, MUTATIONS, READY_MADE
-from .schedules import DERIVES, DRAINS, EVERY, LADDER, READY, RELAYS, simulate
+from .schedules import DERIVES, DRAINS, EVERY, LADDER, NOTICED, READY, RELAYS, simulate
 
 SCHEDULES = int(os.environ.get("SCHEDULES", "2000"))
 FAILED_ONCE = {
@@ -147,6 +147,7 @@ FOUND_BY = {
     "who_cannot_be_reached_has_ended": 104,
     "roles_move_at_any_time": 500000055,
     "a_drained_node_is_used_again": 500000040,
+    "a_notice_is_heard_once": 590000077,
     "who_is_drained_is_forgotten_by_a_new_controller": 500000219,
     "a_standby_is_ready_for_ever": 250007809,
     "what_a_standby_has_from_records_is_done": 250000106,
@@ -166,6 +167,7 @@ STARTS = {
     "leaders that are elected": (-FEW,),
     "nodes that speak for others": (RELAYS, RELAYS + FEW, -RELAYS - FEW),
     "nodes that are drained": (DRAINS, RELAYS + DRAINS, -DRAINS - FEW),
+    "nodes that are about to go": (DRAINS + NOTICED, RELAYS + DRAINS + NOTICED, -DRAINS - NOTICED - FEW),
     "standbys that start roles ahead of need": (READY, DRAINS + READY, RELAYS + READY, -READY - FEW),
     "the rest is derived": (DERIVES, DRAINS + READY + DERIVES, RELAYS + DERIVES, -DERIVES - FEW),
     "roles begin anew": (LADDER, -LADDER - FEW),
@@ -227,7 +229,8 @@ def test_a_mutation_is_found(name: str) -> None:
 
 @pytest.mark.parametrize("name", DRAINED)
 def test_a_mutation_of_what_keeps_a_drain_from_costing_anything_is_found(name: str) -> None:
-    check_found(DRAINED[name], range(DRAINS, DRAINS + 5 * SCHEDULES))
+    starts = DRAINS, DRAINS + NOTICED
+    check_found(DRAINED[name], *(range(start, start + 5 * SCHEDULES) for start in starts))
 
 
 @pytest.mark.parametrize("name", READY_MADE)

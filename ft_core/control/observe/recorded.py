@@ -121,14 +121,28 @@ EVENTS: Mapping[str, Event] = {
         "a node that was thought lost is back, too late: it ends its workers and joins again as a spare",
         _NODE,
     ),
-    "draining": Event("`ftctl drain`: a node is to be taken out. `roles`: those that it plays", _NODE),
+    "notice": Event(
+        "somebody [announces](operations/change.md#notices) that a node's machine is about to go; `reason`: "
+        "who, and what",
+        {**_NODE, "seconds": "that it has left, where that is known"},
+    ),
+    "draining": Event(
+        "a node is to be taken out. `reason`: `ftctl drain`, SIGTERM or the notice; `roles`: those that it "
+        "plays",
+        _NODE,
+    ),
     "period": Event(
         "an epoch ends for another number of steps between two protected versions", {"every": "that number"}
     ),
     "moving": Event("an epoch ends for the roles of a drained node to go on elsewhere in the next"),
+    "shrinking": Event(
+        "an epoch ends for replica groups to leave in the next, with a node that is about to go"
+    ),
     "not_moving": Event("they could not start elsewhere, and stay; it is tried again, three times at most"),
     "drained": Event("the node plays no role, all that it kept is elsewhere, and it ends", _NODE),
-    "not_drained": Event("it stays and is used as before, or was lost; `reason` says why", _NODE),
+    "not_drained": Event(
+        "it stays and is used as before, or was lost, or cannot be taken out yet; `reason` says why", _NODE
+    ),
     "left": Event("replica groups are away from this epoch on; `roles`: theirs"),
     "preparing": Event(
         "workers start while all train: of replica groups that were away, or of roles that are to leave a "

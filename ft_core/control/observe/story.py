@@ -88,7 +88,7 @@ class Story:
         reason, node = record.reason.partition("\n")[0], record.more.get("node", "")
         self._failed |= record.event in _FAILURES
         match record.event:
-            case "detected" | "moving" | "returning":
+            case "detected" | "moving" | "returning" | "shrinking":
                 return self._ended(record, reason, cluster, wall)
             case "decided":
                 return self._decided(record, cluster)
@@ -97,6 +97,9 @@ class Story:
                 return [reason] if reason else []
             case "joined" | "spare_lost" if self._failed and not isinstance(phase, Forming | Rebuilding):
                 return self._of_node(record.event, node, reason, now)
+            case "notice":
+                left = f" in {record.more['seconds']:,.0f} s" if "seconds" in record.more else " soon"
+                return [f"the machine of node {node} goes{left}: {reason}{_of(record.roles)}"]
             case "draining":
                 return [f"node {node} is taken out ({reason}){_of(record.roles)}"]
             case "drained":
@@ -162,7 +165,7 @@ class Story:
         """All roles have done a step again, and this many by now: how long that took, who plays what where,
         and what was lost. Empty where it is no recovery."""
         found = self._recovery
-        if found is None or found.event == "returning":
+        if found is None or found.event in ("returning", "shrinking"):
             return ""
         took, moved = f"{wall - found.since:.1f} s", found.moved
         where = f"{_roles(sorted(moved))} on {some(sorted(set(moved.values())))}" if moved else ""

@@ -126,6 +126,16 @@ class Prestart:
         self.attempt = PrestartAttempt(places, here, Stop(bool(leaves), set(here)), leaves, now, idle)
         return to(cluster.nodes_with_roles(), SendCounts())
 
+    def leave(self, cluster: ClusterState, node: str, now: float) -> list[Effect]:
+        """Nobody starts: all are to stop at the end of the same step, for a node's replica groups to go."""
+        self.attempt = PrestartAttempt({}, set(), Stop(True, set(cluster.places)), node, now)
+        return self.attempt.stop.ask(cluster, now)
+
+    def leaves(self) -> str:
+        """The node whose replica groups go now, since all have stopped for that; empty: none."""
+        attempt = self.attempt
+        return "" if attempt is None or attempt.places or attempt.stop.unheld else attempt.leaves
+
     def counted(self, cluster: ClusterState, message: OperationCounts) -> list[Effect]:
         """A role that takes part says which operations of the start-up phase it has on record."""
         attempt = self.attempt

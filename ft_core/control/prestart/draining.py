@@ -1,7 +1,8 @@
 """Takes nodes out on purpose, without a failure: who is drained, where its roles go, and when it may end.
 
 Its roles start elsewhere while they still train here (`control.prestart.attempts`), and all change over
-between two steps. Then it is a node without roles, which may keep copies for others: those go elsewhere from
+between two steps. Where there is no room, and the node is about to go, its replica groups leave so, if the
+policy is `shrink`. Then it is a node without roles, which may keep copies for others: those go elsewhere from
 the next step on, and once all that is needed is there, it ends. Nothing is kept in fewer places meanwhile.
 
 The node itself keeps that it is drained, and tells a controller's successor.
@@ -52,6 +53,8 @@ class Draining:
     def __init__(self) -> None:
         self._going: LettingGo | None = None
         self._number = 0
+        self._deadlines: dict[NodeName, float] = {}
+        """When nodes are gone that are drained since they are about to go."""
 
     # -- who is drained ----------------------------------------------------------------------------
 
@@ -65,17 +68,60 @@ class Draining:
         [name] = names
         roles, effects = cluster.roles_by_node.get(name, []), list[Effect]()
         if name not in cluster.draining:
-            if reason := why_not or _objection(cluster, name):
+            if reason := why_not or self.objection(cluster, name):
                 return [Send(peer, Denied(error=f"node {name} cannot be drained: {reason}"))]
-            cluster.draining.append(name)
-            effects = [
-                Send(cluster.nodes[name].peer, Drain(wanted=True)),
-                Record("draining", cluster.epoch, "ftctl drain", tuple(roles), {"node": name}),
-            ]
-            if returning.on(name):
-                effects += returning.fail(cluster, f"node {name} is to be drained")
+            effects = self.begin(cluster, returning, name, "ftctl drain")
         before = cluster.draining[: cluster.draining.index(name)]
         return [*effects, Send(peer, Drains(name, len(roles), before))]
+
+    def begin(
+        self,
+        cluster: ClusterState,
+        returning: Prestart,
+        name: NodeName,
+        why: str,
+        deadline: float = math.inf,
+    ) -> list[Effect]:
+        """Take a node out to which there is no `objection`. `deadline`: when it is gone; those whose time is
+        up first go first."""
+        self._deadlines = {n: at for n, at in self._deadlines.items() if n in cluster.draining}
+        later = (n for n in cluster.draining if self._deadlines.get(n, math.inf) > deadline)
+        at = next((cluster.draining.index(n) for n in later), len(cluster.draining))
+        cluster.draining.insert(at, name)
+        self._deadlines[name] = deadline
+        roles = tuple(cluster.roles_by_node.get(name, ()))
+        effects: list[Effect] = [
+            Send(cluster.nodes[name].peer, Drain(wanted=True)),
+            Record("draining", cluster.epoch, why, roles, {"node": name}),
+        ]
+        if returning.on(name):
+            effects += returning.fail(cluster, f"node {name} is to be drained")
+        return effects
+
+    def forget(self, cluster: ClusterState, returning: Prestart, name: NodeName) -> list[Effect]:
+        """A node is not taken out any more: the job ends, as somebody wants it."""
+        if name not in cluster.draining:
+            return []
+        cluster.draining.remove(name)
+        attempt = returning.attempt
+        if attempt is not None and attempt.leaves == name:
+            return returning.fail(cluster, "the job was told to end (SIGTERM)")
+        return []
+
+    def objection(self, cluster: ClusterState, name: NodeName) -> str:
+        """Why a node cannot be taken out, if so. Those that are drained already go first."""
+        going = [*cluster.draining, name]
+        roles = [role for each in going for role in cluster.roles_by_node.get(each, ())]
+        if _room(cluster, going).left < len(roles):
+            return _no_room(cluster, len(roles), going)
+        if not _enough_without(cluster, going):
+            left = len({node.hello.domain for other, node in cluster.nodes.items() if other not in going})
+            k = cluster.settings.replicas
+            return (
+                f"{left} failure domains would be left, and the state is kept in {k + 1} (--ft-replicas "
+                f"{k}); have another node join first: {explain.how_to_join(cluster)}"
+            )
+        return ""
 
     def greeted(self, cluster: ClusterState, node: Node, known: bool) -> list[Effect]:
         """It has come, and says whether it is drained; if it was `known`, it may have missed that."""
@@ -120,6 +166,8 @@ class Draining:
         if places is None:
             if returning.clears(cluster):
                 return []
+            if self._deadlines.get(name, math.inf) < math.inf and can_shrink(cluster, name):
+                return returning.leave(cluster, name, now)
             return self._give_up(
                 cluster, returning, name, _no_room(cluster, len(cluster.roles_by_node[name]))
             )
@@ -167,7 +215,7 @@ class Draining:
         reason = "it plays no role, and all that it kept is elsewhere"
         return [
             Record("drained", cluster.epoch, reason, more={"node": node.name}),
-            Send(node.peer, Shutdown(code=0)),
+            Send(node.peer, Shutdown(code=0, drained=True)),
             Close(node.peer),
         ]
 
@@ -179,20 +227,12 @@ class Draining:
             going.newest = max([going.newest, *(each.step for each in beat.roles.values())])
 
 
-def _objection(cluster: ClusterState, name: NodeName) -> str:
-    """Why a node cannot be taken out, if so. Those that are drained already go first."""
-    going = [*cluster.draining, name]
-    roles = [role for each in going for role in cluster.roles_by_node.get(each, ())]
-    if _room(cluster, going).left < len(roles):
-        return _no_room(cluster, len(roles), going)
-    if not _enough_without(cluster, going):
-        left = len({node.hello.domain for other, node in cluster.nodes.items() if other not in going})
-        k = cluster.settings.replicas
-        return (
-            f"{left} failure domains would be left, and the state is kept in {k + 1} (--ft-replicas {k}); "
-            f"have another node join first: {explain.how_to_join(cluster)}"
-        )
-    return ""
+def can_shrink(cluster: ClusterState, name: NodeName) -> bool:
+    """Whether the others can go on without the replica groups that have roles on a node."""
+    roles = cluster.roles_by_node.get(name, ())
+    return bool(
+        cluster.settings.policy == "shrink" and roles and cluster.groups.without(cluster.places, roles)[0]
+    )
 
 
 def _no_room(cluster: ClusterState, roles: int, going: list[NodeName] | None = None) -> str:

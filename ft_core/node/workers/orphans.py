@@ -11,7 +11,10 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
+import threading
 import time
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
@@ -25,11 +28,25 @@ def adopt() -> None:
 
 
 _own: set[int] = set()
+_starting = threading.Lock()
+"""Held while a child is started that nobody may take for an orphan before it is known."""
 
 
 def own(pid: int) -> None:
     """A child that is no orphan."""
     _own.add(pid)
+
+
+@contextlib.contextmanager
+def child(start: Callable[[], subprocess.Popen[bytes]]) -> Iterator[subprocess.Popen[bytes]]:
+    """A child that is no orphan, until the end of the block, in which it is waited for."""
+    with _starting:
+        process = start()
+        own(process.pid)
+    try:
+        yield process
+    finally:
+        _own.discard(process.pid)
 
 
 def end() -> bool:
@@ -40,7 +57,9 @@ def end() -> bool:
     """
     own = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
     left = False
-    for pid in _children(os.getpid()) - own - _own:
+    with _starting:
+        orphans = _children(os.getpid()) - own - _own
+    for pid in orphans:
         with contextlib.suppress(OSError):
             if os.waitpid(pid, os.WNOHANG) == (0, 0):
                 left = True

@@ -262,6 +262,14 @@ class RoleFlight(Message, frozen=True):
     log: FlightLog | None
 
 
+class Notice(Message, frozen=True):
+    """Somebody announces that the node's machine is about to go, in so many seconds where that is known; or
+    does not any more: no `reason`."""
+
+    reason: str
+    seconds: float | None
+
+
 class Leaving(Message, frozen=True):
     """SIGTERM has come to a node."""
 
@@ -305,7 +313,7 @@ SaidAgain = OfRole | Configure | Trained
 FromAgent = (
     AgentHello | HoldingsChanged | Heartbeat | Idle | OfRole | FromRole
     | Configured | Hosts | NodesProbed | DurableNames | DurableWritten | DurableFailed | VersionSaved
-    | RoleState | Flights | RoleFlight | Leaving | Left | KeptState
+    | RoleState | Flights | RoleFlight | Notice | Leaving | Left | KeptState
 )  # fmt: skip
 
 
@@ -414,7 +422,8 @@ class SendHeartbeat(Message, frozen=True):
 
 
 class Drain(Message, frozen=True):
-    """This node is to be taken out, or not any more. It keeps that for a successor of the controller."""
+    """This node is to be taken out, or not any more. It keeps that for a successor of the controller. After
+    `Leaving` it is the answer: whether the roles move, or the workers are to get the signal."""
 
     wanted: bool
 
@@ -489,9 +498,10 @@ class SaveVersion(Message, frozen=True):
 
 
 class Shutdown(Message, frozen=True):
-    """The job is over, with this exit code."""
+    """The job is over, with this exit code; or, of a node that is `drained`, it is over for that."""
 
     code: Number
+    drained: bool = False
 
 
 ToAgent = (

@@ -1,0 +1,126 @@
+"""Nodes whose machines are about to go: by a notice (`node.notices`), or by SIGTERM to a node alone.
+
+Each is drained as if somebody had asked for it. A notice that cannot be followed yet is kept, and tried again
+whenever that may help. SIGTERM is answered: either the node's roles move, or its workers get the signal. All
+nodes get it one after the other where the whole job is to end, so the answer waits a moment for the others.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ft_core.control.cluster_state import ClusterState, Node
+from ft_core.control.events import Effect, Record, Send
+from ft_core.control.prestart.attempts import Prestart
+from ft_core.control.prestart.draining import Draining, can_shrink
+from ft_core.process.sigterm import GRACE
+from ft_core.protocol.messages import Drain, NodeName, Notice
+
+OTHERS = 1.0
+"""Seconds in which the other nodes are told to end, if they are."""
+AGAIN = 30.0
+"""Seconds until a node is drained once more whose roles could not start elsewhere."""
+SIGTERM = "it was told to end (SIGTERM)"
+
+
+@dataclass
+class _Going:
+    """A node that is about to go."""
+
+    reason: str
+    deadline: float
+    not_before: float
+    told: bool = False
+    """Whether it has got SIGTERM, and waits for the answer."""
+    drained: bool = False
+    """Whether it is being drained."""
+    why_not: str = ""
+    """What was said last of why it is not."""
+
+
+class Notices:
+    """What the nodes of one job have announced."""
+
+    def __init__(self) -> None:
+        self._going: dict[NodeName, _Going] = {}
+
+    def heard(self, cluster: ClusterState, node: Node, notice: Notice, now: float) -> list[Effect]:
+        """A node says that its machine is about to go; or not any more, and then a drain goes on."""
+        known = self._going.get(node.name)
+        if not notice.reason:
+            if known is not None and not known.told:
+                del self._going[node.name]
+            return []
+        deadline = math.inf if notice.seconds is None else now + notice.seconds
+        if known is not None and known.reason == notice.reason:
+            known.deadline = deadline
+            return []
+        told, drained = known is not None and known.told, node.name in cluster.draining
+        self._going[node.name] = _Going(notice.reason, deadline, now, told, drained)
+        roles = tuple(cluster.roles_by_node.get(node.name, ()))
+        return [Record("notice", cluster.epoch, notice.reason, roles, _more(node.name, notice.seconds))]
+
+    def told(self, cluster: ClusterState, node: Node, now: float) -> list[Effect]:
+        """A node has got SIGTERM."""
+        if node.name in cluster.draining:
+            self._going[node.name] = _Going(SIGTERM, now + GRACE, now, told=True, drained=True)
+            return [Send(node.peer, Drain(wanted=True))]
+        self._going[node.name] = _Going(SIGTERM, now + GRACE, now + OTHERS, told=True)
+        return []
+
+    def tick(
+        self,
+        cluster: ClusterState,
+        draining: Draining,
+        prestart: Prestart,
+        now: float,
+        why_not: str,
+        ends: bool,
+    ) -> list[Effect]:
+        """`why_not`: why no drain can begin at present. `ends`: the whole job was told to end."""
+        effects: list[Effect] = []
+        for name, going in sorted(self._going.items(), key=lambda each: each[1].deadline):
+            node = cluster.nodes.get(name)
+            if node is None:
+                del self._going[name]
+            elif going.told and ends:
+                del self._going[name]
+                effects += [*draining.forget(cluster, prestart, name), Send(node.peer, Drain(wanted=False))]
+            elif name in cluster.draining:
+                going.drained = True
+            elif going.drained:  # given up, and said so
+                going.drained, going.not_before = False, now + AGAIN
+                if going.told:
+                    del self._going[name]
+            elif now >= going.not_before:
+                effects += self._begin(cluster, draining, prestart, node, going, why_not)
+        return effects
+
+    def _begin(
+        self,
+        cluster: ClusterState,
+        draining: Draining,
+        prestart: Prestart,
+        node: Node,
+        going: _Going,
+        why_not: str,
+    ) -> list[Effect]:
+        objection = why_not or draining.objection(cluster, node.name)
+        if not why_not and going.deadline < math.inf and can_shrink(cluster, node.name):
+            objection = ""
+        if not objection:
+            going.drained = True
+            return draining.begin(cluster, prestart, node.name, going.reason, going.deadline)
+        if going.told:
+            del self._going[node.name]
+            return [Send(node.peer, Drain(wanted=False))]
+        if why_not or objection == going.why_not:
+            return []
+        going.why_not = objection
+        roles = tuple(cluster.roles_by_node.get(node.name, ()))
+        return [Record("not_drained", cluster.epoch, objection, roles, {"node": node.name})]
+
+
+def _more(node: NodeName, seconds: float | None) -> dict[str, object]:
+    return {"node": node} if seconds is None else {"node": node, "seconds": round(seconds, 1)}
