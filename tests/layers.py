@@ -31,6 +31,8 @@ QUICK: dict[str, tuple[str, ...]] = {
     "durable checkpoints": (
         "test_policies.py::test_more_than_replicas_cover_falls_back_to_the_durable_checkpoint",
     ),
+    "not each version is protected": ("test_every.py::test_megatron[2]",),
+    "a job that ends saves": ("test_final_save.py::test_a_script_that_fails",),
     "Slurm": ("test_slurm.py::test_a_node_is_drained_and_another_one_lost",),
     "drills at every moment of a step": ("test_moments.py::test_every_moment[tp1pp2dp2-distopt-bf16]",),
     "groups leave and return": (
@@ -101,6 +103,7 @@ MORE = {
     "test_weights.py": "DeepSpeed, ZeRO 3",
     "test_deepspeed_versions.py": "other versions",
     "test_metrics.py": "drills, seen by a real Prometheus",
+    "test_pretrain_final_save.py": "a job that ends saves",
     "test_pretrain_errors.py": "an exception in the script",
     "test_pretrain_strict.py": "under NCCL's rules",
     "test_pretrain_ready.py": "standbys start roles ahead of need",

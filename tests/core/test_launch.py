@@ -64,7 +64,6 @@ def script(tmp_path: Path) -> str:
         ("--standalone --ft-replicas=-1", "--ft-replicas"),
         ("--standalone --nnodes=2 --ft-replicas=2", "--ft-replicas 2"),
         ("--standalone --nnodes=2 --ft-replicas=3 --spares=1", "4 nodes or more; there are 2 and 1 spares"),
-        ("--standalone --ft-durable-dir=there", "--ft-durable-interval"),
         ("--standalone --ft-durable-interval=10", "--ft-durable-dir"),
         ("--standalone --ft-durable-dir=there --ft-durable-interval=-1", "--ft-durable-interval"),
         ("--standalone --ft-heartbeat=0", "--ft-heartbeat"),

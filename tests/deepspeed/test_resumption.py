@@ -30,7 +30,7 @@ class Engine:
         return None, None
 
     # as a session
-    def commit_wait(self) -> None:
+    def secure(self) -> None:
         self.said.append("committed")
 
     def newcomers_begin_at(self, step: int) -> None:
