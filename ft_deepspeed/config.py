@@ -65,7 +65,7 @@ class FaultTolerance(_Strict):
     in_place: bool = Field(True, description="true or false")
     """Whether the script is protected as it is. False: its loop does it by `ft_deepspeed.training`."""
     every: int = Field(-1, ge=-1, description="a whole number of steps, or -1: as copies keep up")
-    """Steps from a version that is protected to the next."""
+    """Steps from a version that is protected to the next; 1 where the script is protected in place."""
     ready_standbys: int = Field(
         0, ge=-1, description="a whole number: standbys of each node that are ready, or -1: as memory allows"
     )
@@ -88,6 +88,8 @@ class FaultTolerance(_Strict):
             },
             exclude_unset=True,
         )
+        if self.in_place:
+            found["every"] = 1  # what a script does between its engine's calls is not done again
         if self.durable is not None:
             found["durable_dir"] = str(Path(self.durable.dir).resolve())
             found["durable_interval"] = self.durable.interval
@@ -110,6 +112,12 @@ def parse(config: Json) -> FaultTolerance | None:
         raise ConfigError("; ".join(_explain(dict(e)) for e in found)) from None
     if not section.enabled:
         return None
+    if section.in_place and section.every > 1:
+        raise ConfigError(
+            f"{SECTION}.every {section.every}: a script that is protected as it is would do again what it "
+            "has done outside of DeepSpeed in several finished steps; leave it out, or protect a loop of your "
+            'own ("in_place": false)'
+        )
     check(config)
     return section
 

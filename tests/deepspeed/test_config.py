@@ -27,6 +27,7 @@ FULL = {
     "ready_standbys": 1,
     "snapshot": "full",
     "every": 4,
+    "in_place": False,
 }
 AUTO = {
     "train_batch_size": "auto",
@@ -60,11 +61,12 @@ def test_section():
 
 def test_what_the_section_leaves_out_is_left_to_the_flags():
     found = of({})
-    assert found is not None and found.enabled and found.settings() == {}
+    assert found is not None and found.enabled and found.settings() == {"every": 1}
     assert (found.replicas, found.spares, found.policy, found.durable) == (1, 0, "wait", None)
     assert (found.lr_intervention, found.snapshot) == ("sqrt", "lean")
     found = of({"enabled": True, "replicas": 1})
-    assert found is not None and found.settings() == {"replicas": 1}
+    assert found is not None and found.settings() == {"replicas": 1, "every": 1}
+    assert (found := of({"in_place": False})) is not None and found.settings() == {}
 
 
 def test_a_relative_directory_is_where_the_job_was_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -267,6 +269,14 @@ def test_a_file_that_is_not_there_is_said(tmp_path: Path, caplog: pytest.LogCapt
     assert arguments.settings(["--deepspeed", str(path)]) == {} and not caplog.text
 
 
+def test_a_script_that_is_protected_as_it_is_does_one_step_again_at_most():
+    """What it writes and prints in a step is its own, and would be done as often as the step."""
+    with pytest.raises(ConfigError, match="in_place"):
+        of({"every": 2})
+    found = of({"every": 2, "in_place": False})
+    assert found is not None and found.settings() == {"every": 2}
+
+
 def test_deepspeed_is_not_imported_to_read_it(tmp_path: Path):
     path = tmp_path / "ds.json"
     path.write_text('{"fault_tolerance": {"replicas": 1}}')
@@ -274,7 +284,7 @@ def test_deepspeed_is_not_imported_to_read_it(tmp_path: Path):
 import sys
 from ft_deepspeed import arguments
 assert arguments.settings(['train.py']) == {{}} and 'pydantic' not in sys.modules
-assert arguments.settings(['--deepspeed', {str(path)!r}]) == {{'replicas': 1}}
+assert arguments.settings(['--deepspeed', {str(path)!r}]) == {{'replicas': 1, 'every': 1}}
 assert not {{'deepspeed', 'torch'}} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env=environment())
