@@ -115,7 +115,7 @@ def parse(config: Json) -> FaultTolerance | None:
     if section.in_place and section.every > 1:
         raise ConfigError(
             f"{SECTION}.every {section.every}: a script that is protected as it is would do again what it "
-            "has done outside of DeepSpeed in several finished steps; leave it out, or protect a loop of your "
+            "has done outside of DeepSpeed in several finished steps; leave it out, or have a loop of your "
             'own ("in_place": false)'
         )
     check(config)
