@@ -257,7 +257,7 @@ def test_a_relay_that_hears_nothing_of_the_controller_is_left(tmp_path: Path):
         )
         assert not job.lost()
 
-    play(tmp_path / "job", test, heartbeats_missed=40)
+    play(tmp_path / "job", test)
 
 
 def test_a_relay_that_says_something_large_is_not_left(tmp_path: Path):
