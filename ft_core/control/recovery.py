@@ -231,7 +231,7 @@ class RecoveryCoordinator:
         cluster, out, about = self.cluster, self.out, cause.about
         if isinstance(self.phase, Done):
             return
-        if isinstance(self.phase, Saving):
+        if isinstance(self.phase, Saving) or (isinstance(self.phase, Rebuilding) and self.phase.end):
             self.fail(cause.reason, cause.roles, **about)
             return
         if self.escalation is not None and not isinstance(self.phase, Running):  # they begin anew already
@@ -357,6 +357,9 @@ class RecoveryCoordinator:
         has to end `at_once`."""
         phase, now = self.phase, self.out.now
         if isinstance(phase, Done) or (isinstance(phase, Saving) and not at_once):
+            return
+        if isinstance(phase, Rebuilding) and code and self.cluster.trained and not at_once:
+            phase.end = phase.end or (code, reason, shown)
             return
         if code:
             self.out.emit(PrintConsole(f"ftrun: the job stops: {shown or reason}", "ERROR"))

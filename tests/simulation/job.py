@@ -561,7 +561,8 @@ class SimJob:
                 raise Invariant.LINKS.broken(f"a second node is taken for lost for one broken link: {reason}")
             self._linked = controller.machine.cluster.epoch, node.machine_name
             self.memory_lost(node)
-        if "no heartbeat" in reason and not self.shape.brief:
+        gone_over = node.follower.term > controller.term  # it says nothing to who leads no more
+        if "no heartbeat" in reason and not self.shape.brief and not gone_over:
             if not self._in_trouble(node, controller):
                 raise Invariant.WELL.broken(f"{node.name} is well, and is taken for lost: {reason}")
             if "though" not in reason and not self._ails(node) and self._spoken_for(node, controller):

@@ -115,6 +115,10 @@ FAILED_ONCE = {
     "with that, and the oracle took the node for well",
     3820011950: "a node was lost before the version that its epoch went on from was anywhere else, as only "
     "the last step before the next version waited for that",
+    -2984944931: "a leader that had the plan, and had yet to take over, ended the job and did not write what "
+    "was in memory",
+    -1076389710: "a leader whose clock stood still missed a node that had greeted it before it went over to "
+    "the next one",
 }
 """Seeds of schedules that have failed: what was wrong, and the mutation that makes it wrong again."""
 
