@@ -117,7 +117,7 @@ FAILED_ONCE = {
     "the last step before the next version waited for that",
     -2984944931: "a leader that had the plan, and had yet to take over, ended the job and did not write what "
     "was in memory",
-    -1939001406: "a node was let go, and did not hear of it: it came back, was to go yet, and the oracle held "
+    -1939001406: "a node was let go, did not hear of it and came back: it was to go yet, and the oracle held "
     "that it could take a lost one's place",
     -1076389710: "a leader whose clock stood still missed a node that had greeted it before it went over to "
     "the next one",
