@@ -22,14 +22,16 @@ _PIPE = 1 << 16
 """Bytes that a pipe holds."""
 _LOOK = 0.05
 """Seconds between two looks whether the command has ended: its output may be held open by others."""
-_LATE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_REST = 0.002
+"""Seconds after each reading: what talks without end costs no processor."""
+_DEFAULT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Signals that the controller may ignore, and a command must not inherit so."""
 
 
 def run(seconds: float, command: list[str]) -> dict[str, Any]:
     """Run it. Returns its exit `code`, negative for a signal, None where it was not there or took too long;
     what it has `said` last; and whether it was `late`."""
-    for number in _LATE:
+    for number in _DEFAULT:
         signal.signal(number, signal.SIG_DFL)
     until = time.monotonic() + seconds
     try:
@@ -44,6 +46,7 @@ def run(seconds: float, command: list[str]) -> dict[str, Any]:
         if readable:
             part = os.read(output, _PIPE)
             tail, streams = (tail + part)[-_TAIL:], streams if part else []
+            time.sleep(_REST)
         if code is not None:
             return {"code": code, "said": _last(tail), "late": False}
     return {"code": None, "said": _last(tail), "late": True}

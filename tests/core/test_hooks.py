@@ -1,4 +1,4 @@
-"""Commands that the controller runs when something happens: `--ft-on`, `control.hooks`, and `recipes/hooks`."""
+"""Commands that the controller runs on events: `--ft-on`, `control.hooks`, and `recipes/hooks`."""
 
 from __future__ import annotations
 
