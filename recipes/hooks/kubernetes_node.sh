@@ -5,7 +5,7 @@
 #   ftrun --ft-on 'avoided=recipes/hooks/kubernetes_node.sh condition' ...
 #
 # The image needs kubectl, the pod automountServiceAccountToken, and its account a ClusterRole: `list` of pods, and `get` and `patch` of
-# nodes, or for a condition `patch` of nodes/status.
+# nodes, or for a condition of nodes/status.
 set -euo pipefail
 
 # A node is called by its pod's host name, with its number behind it where it has been there from the beginning. Of pods that

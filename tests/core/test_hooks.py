@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 from harness import ROOT, environment, settings_of
+from metadata import Reply, Service
 from processes import alive
 
 from ft_core.cli import launch
@@ -393,6 +395,85 @@ def test_kubernetes_is_told(how: str, tmp_path: Path) -> None:
         command, env=env | {"FT_NODE": "other-1"}, input=LINE, capture_output=True, text=True
     )
     assert done.returncode == 1 and "other-1" in done.stderr
+
+
+class Cluster(Service):
+    """The API server of a Kubernetes with a pod that was replaced on another machine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patched: list[tuple[str, str, dict[str, Any]]] = []
+        """Path, content type, patch."""
+
+    def reply(self, method: str, path: str, headers: dict[str, str], body: bytes) -> Reply:
+        place = path.partition("?")[0]
+        node = {"kind": "Node", "apiVersion": "v1", "metadata": {"name": "machine7"}, "spec": {}}
+        if method == "PATCH":
+            self.patched.append((place, headers["content-type"], json.loads(body)))
+            return self._found(node)
+        kinds = [("pods", "Pod", True), ("nodes", "Node", False), ("nodes/status", "Node", False)]
+        about = [
+            {
+                "name": name,
+                "kind": kind,
+                "namespaced": inside,
+                "singularName": "",
+                "verbs": ["get", "list", "patch"],
+            }
+            for name, kind, inside in kinds
+        ]
+        pods = [
+            self._pod("x", "other", 3, "x"),
+            self._pod("new", "machine7", 2),
+            self._pod("old", "machine2", 1),
+        ]
+        known = {
+            "/api": {"kind": "APIVersions", "versions": ["v1"], "serverAddressByClientCIDRs": []},
+            "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": []},
+            "/api/v1": {"kind": "APIResourceList", "groupVersion": "v1", "resources": about},
+            "/api/v1/namespaces/ml/pods": {
+                "kind": "PodList",
+                "apiVersion": "v1",
+                "metadata": {},
+                "items": pods,
+            },
+            "/api/v1/nodes/machine7": node,
+            "/api/v1/nodes/machine7/status": node,
+        }
+        return self._found(known[place]) if place in known else (404, {}, b"{}")
+
+    @staticmethod
+    def _found(what: dict[str, Any]) -> Reply:
+        return 200, {"Content-Type": "application/json", "Connection": "close"}, json.dumps(what).encode()
+
+    @staticmethod
+    def _pod(name: str, machine: str, day: int, host: str = "gpt-node-0-3") -> dict[str, Any]:
+        about = {"name": name, "namespace": "ml", "creationTimestamp": f"2026-11-0{day}T06:00:00Z"}
+        spec = {"hostname": host, "nodeName": machine, "containers": []}
+        return {"kind": "Pod", "apiVersion": "v1", "metadata": about, "spec": spec}
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="left out: there is no kubectl")
+@pytest.mark.parametrize("how", ["cordon", "condition"])
+def test_a_real_kubectl_is_understood(how: str, tmp_path: Path) -> None:
+    cluster = Cluster()
+    with cluster.serving() as (host, port):
+        server = {"name": "c", "cluster": {"server": f"http://{host}:{port}"}}
+        context = {"name": "c", "context": {"cluster": "c", "user": "", "namespace": "ml"}}
+        config = {"kind": "Config", "clusters": [server], "contexts": [context], "current-context": "c"}
+        (tmp_path / "config").write_text(json.dumps(config))
+        env = {**os.environ, "HOME": str(tmp_path), "KUBECONFIG": str(tmp_path / "config")}
+        command = [str(ROOT / "recipes" / "hooks" / "kubernetes_node.sh"), how]
+        env["FT_NODE"] = "gpt-node-0-3-3"
+        done = subprocess.run(command, env=env, input=LINE, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, (done.stderr, cluster.asked)
+    [(path, kind, patch)] = cluster.patched
+    assert kind == "application/strategic-merge-patch+json"
+    if how == "cordon":
+        assert (path, patch) == ("/api/v1/nodes/machine7", {"spec": {"unschedulable": True}})
+    else:
+        assert path == "/api/v1/nodes/machine7/status"
+        assert [each["type"] for each in patch["status"]["conditions"]] == ["TrainingAvoids"]
 
 
 @pytest.fixture
