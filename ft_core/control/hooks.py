@@ -97,8 +97,8 @@ class _Run(NamedTuple):
     line: str
 
     def __str__(self) -> str:
-        about = f" of {self.node}" if self.node else ""
-        return f"--ft-on {self.event}={self.command[0]} (for {self.event}{about} in epoch {self.epoch})"
+        about = f"node {self.node}, " if self.node else ""
+        return f"--ft-on {self.event}={self.command[0]} ({about}epoch {self.epoch})"
 
 
 class Hooks:

@@ -187,7 +187,7 @@ def test_a_failure_is_said_once_until_it_works(tmp_path: Path, said: Callable[[]
     (tmp_path / "code").write_text("3")
     found = told([command, "token"], times=3)
     [message] = said()
-    assert message.startswith(f"--ft-on avoided={command} (for avoided of node1 in epoch 4) has failed ")
+    assert message.startswith(f"--ft-on avoided={command} (node node1, epoch 4) has failed ")
     assert "exit code 3: no route to you. " in message and "token" not in message
     for code in ("0", "3", "4", "3"):
         (tmp_path / "code").write_text(code)
