@@ -169,6 +169,9 @@ class Settings:
     notices: list[str] = field(default_factory=list)
     """Who may announce that a node's machine is about to go (`--ft-notices`), see
     `ft_core.node.notices.which`."""
+    hooks: list[list[str]] = field(default_factory=list)
+    """What the controller runs when something happens (`--ft-on`): the event, and the words of a command. Not
+    one of `FLAGS`: a script's settings come over the network, and nothing that does is executed."""
     environment: dict[str, str] = field(default_factory=dict)
     """Set in every worker, as torchrun's own variables are."""
     given: list[str] = field(default_factory=list)

@@ -46,6 +46,7 @@ QUICK: dict[str, tuple[str, ...]] = {
         "test_strict.py::test_every_moment_with_deepspeed[zero3-dp3-gas2-bf16-gpt2-clip1--num-workers=2-1]",
         "test_strict.py::test_a_link_fails_while_all_live",
     ),
+    "commands on events": ("test_hooks.py::test_commands_are_told_of_a_node_that_is_lost",),
     "a node is taken out": ("test_drain.py::test_a_node_is_drained",),
     "a node that is about to go is drained": (
         "test_drain.py::test_a_node_that_is_about_to_go_is_drained[announced]",

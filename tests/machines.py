@@ -33,11 +33,12 @@ class Machines:
     """Those of a job. Use as a context manager: nothing is left behind."""
 
     def __init__(self, directory: Path, place: str, training: Training, iterations: int, script: Path,
-                 spares: int, addresses: Sequence[str] = ()) -> None:  # fmt: skip
+                 spares: int, addresses: Sequence[str] = (), flags: Sequence[str] = ()) -> None:  # fmt: skip
         """`place`: where the controller's lease is kept, or the address of one that is not elected.
-        `addresses`: of the machines in the cluster, as Slurm has them; without, each has a domain by flag."""
+        `addresses`: of the machines in the cluster, as Slurm has them; without, each has a domain by flag.
+        `flags`: more of them for each `ftrun`."""
         self._directory, self._place, self._training = directory, place, training
-        self._addresses = addresses
+        self._addresses, self._flags = addresses, flags
         self._command = [str(script), *training.arguments(iterations, protected=True)]
         self._temporary = Path(tempfile.mkdtemp(prefix="ft-job-"))
         about = {"TMPDIR": str(self._temporary), "FT_JOB_SECRET": "of several machines"}
@@ -62,7 +63,7 @@ class Machines:
         else:
             command += ["--ft-domain", f"domain{len(self.machines)}"]
         ftrun = subprocess.Popen(
-            [*command, *self._command],
+            [*command, *self._flags, *self._command],
             env=self._environment | slurm,
             cwd=ROOT,
             stdout=self._output,

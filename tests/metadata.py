@@ -58,7 +58,7 @@ class Service:
                     self.end_headers()
                     self.wfile.write(text)
 
-            do_GET = do_PUT = do_POST = answer  # noqa: N815
+            do_GET = do_PUT = do_POST = do_PATCH = answer  # noqa: N815
 
             def log_message(self, *_: object) -> None:
                 pass

@@ -21,6 +21,7 @@ from typing import Any
 from ft_core import plugins
 from ft_core.cli import torchrun
 from ft_core.cli.parser import Parser
+from ft_core.control import hooks
 from ft_core.elastic.rules import INTERVENTIONS
 from ft_core.errors import ConfigError
 from ft_core.leadership import is_elected
@@ -317,6 +318,15 @@ def parser() -> Parser:
         "cloud that has made the machine, and Slurm. With --standalone the default is none",
     )
     f.add_argument(
+        "--ft-on",
+        action="append",
+        default=[],
+        metavar="EVENT=COMMAND",
+        help="run COMMAND (without a shell) on the machine of the controller, with the event's line of "
+        "events.jsonl on its standard input, for each EVENT, such as avoided, drained, waiting, left or "
+        "saved; may be given several times",
+    )
+    f.add_argument(
         "--ft-direct-nodes",
         type=int,
         default=Settings.direct,
@@ -472,6 +482,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         metrics=_metrics(args.ft_metrics_port),
         **({} if args.shutdown_timeout is None else {"shutdown_timeout": args.shutdown_timeout}),
         notices=which.parse(args.ft_notices or [which.NONE if args.standalone else which.AUTO]),
+        hooks=hooks.parse(args.ft_on),
         **given,
         given=sorted(given),
     )

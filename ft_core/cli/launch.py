@@ -19,6 +19,7 @@ from ft_core.cli import failure_domains, torchrun
 from ft_core.cli.flags import parse, settings_of
 from ft_core.cli.job_dir import check, prepared
 from ft_core.cli.launcher import INTERRUPTED, Launcher, tell
+from ft_core.control import hooks
 from ft_core.errors import ConfigError
 from ft_core.net import interfaces
 from ft_core.process.lines import LOG_CONTEXT
@@ -82,6 +83,7 @@ def _end(number: int, _: object) -> NoReturn:
 
 def _launch(args: argparse.Namespace) -> Launcher:
     settings = settings_of(args)
+    _check_hooks(settings, first=not args.node_rank)
     several = settings.nnodes > 1 and not args.standalone
     where = failure_domains.FailureDomain() if args.standalone else _where(args)
     if several and not os.environ.get(SECRET_ENV) and args.job_dir is None:
@@ -127,6 +129,13 @@ def _launch(args: argparse.Namespace) -> Launcher:
         tell(f"ftrun: failure domain {where.of(place)}, from {where.source}")
     launcher.agent(unique(place), rank, where.of(place))
     return launcher
+
+
+def _check_hooks(settings: Settings, *, first: bool = False) -> None:
+    """Raise ConfigError for a command that the controller could not run, if that may be on this machine.
+    `first`: it may be the first node."""
+    if settings.leadership or first:
+        hooks.check(settings.hooks)
 
 
 def _where(args: argparse.Namespace) -> failure_domains.FailureDomain:
@@ -200,6 +209,7 @@ def _join(args: argparse.Namespace) -> Launcher:
     where = _where(args)
     if args.command:
         settings = settings_of(args)
+        _check_hooks(settings)
         job_dir = _job_dir(args)
         _take_secret(job_dir)
         settings.write(job_dir)
@@ -214,6 +224,7 @@ def _join(args: argparse.Namespace) -> Launcher:
                 f"ftrun --nnodes ... --nproc-per-node ... --join {args.join} --job-dir DIR SCRIPT ..."
             )
         settings = Settings.read(job_dir)
+        _check_hooks(settings)
         check(job_dir)
         read_secret(job_dir)
         _take_secret(job_dir)

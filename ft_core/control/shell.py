@@ -47,6 +47,7 @@ from ft_core.control.events import (
     Terminate,
     Tick,
 )
+from ft_core.control.hooks import AT_THE_END, Hooks
 from ft_core.control.lead.lease_renewer import LeaseRenewer
 from ft_core.control.liveness import pulses
 from ft_core.control.machine import FAILURES, Controller
@@ -167,6 +168,7 @@ class Shell:
             spent=self.notes.spent,
             ago=time.time() - self.notes.at,
         )
+        self._hooks = Hooks(settings.hooks, {"FT_JOB_ID": self.job, "FT_JOB_DIR": str(job_dir)})
         self.clock = AwakeClock(2 * TICK)
         self._collector = WhenQuiet()
         self._refusals = Refusals(lambda reason: self._handle(Refused(reason)))
@@ -187,6 +189,7 @@ class Shell:
             return await self._serve()
         finally:
             self._collector.close()
+            self._hooks.close()
             for writer in (self.events, self._samples):
                 writer.close()
                 if not await asyncio.to_thread(writer.flush, LAST_LINES):
@@ -222,10 +225,12 @@ class Shell:
                 channel.close()
             return None
         self._tree.flush()
+        hooks = asyncio.create_task(asyncio.to_thread(self._hooks.finish, AT_THE_END))
         with contextlib.suppress(TimeoutError):  # of one that takes nothing any more
             async with asyncio.timeout(LAST_LINES):
                 flushed = (channel.drain() for channel in self._channels.values())
                 await asyncio.gather(*flushed, return_exceptions=True)
+        await hooks
         return code
 
     async def _see_off(self) -> None:
@@ -374,7 +379,8 @@ class Shell:
                     if (channel := self._channels.get(peer)) is not None:
                         channel.close()
                 case Record():
-                    self.events.write(_line(effect, self._lease.term))
+                    self.events.write(line := _line(effect, self._lease.term))
+                    self._hooks.tell(effect, line)
                     self._note(effect)
                 case AppendLedger(line):
                     self._samples.write(line)

@@ -74,6 +74,24 @@ def test_a_node_is_drained_and_another_one_lost(tmp_path: Path) -> None:
         check_same(run)
 
 
+def test_a_node_that_the_job_avoids_is_drained_in_slurm(tmp_path: Path) -> None:
+    """By the recipe for `--ft-on`; what Slurm says of the node then drains it of this job, too."""
+    with Slurm(tmp_path, 3) as slurm:
+        flags = "--ft-strikes 1/60 --ft-on avoided=recipes/hooks/slurm_drain.sh"
+        job = submit(slurm, FT_FLAGS=f"{flags} --ft-inject 1@optimizer:3:worker")
+        run = Run(slurm, f"runs/slurm-{job}-0")
+        slurm.until(lambda: run.events("avoided"), "a node that is avoided")
+        slurm.until(lambda: slurm.states()["node2"] == "DRAINING", "a node that is drained")
+        [avoided] = run.events("avoided")
+        assert f"Reason=ft: {avoided['reason'][:100]}" in slurm.command("scontrol", "show", "node", "node2")
+        slurm.until(lambda: run.events("notice"), "a notice of that")
+        let_end(slurm)
+        about = slurm.ended(job)
+        assert (about["JobState"], about["ExitCode"]) == ("COMPLETED", "0:0")
+        assert slurm.states()["node2"] == "DRAINED" and slurm.states()["node1"] == "IDLE"
+        check_same(run)
+
+
 @pytest.mark.exhaustive
 def test_slurm_does_not_know_yet_that_a_node_is_lost(tmp_path: Path) -> None:
     """The job has long gone on, and ends: the other nodes are free, though srun waits for the lost one."""
