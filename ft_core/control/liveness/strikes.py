@@ -14,7 +14,7 @@ from enum import Enum, auto
 from msgspec.structs import replace
 
 from ft_core.errors import FAILED
-from ft_core.protocol.messages import FailureRecord, Fault, Suspect, WorkerLost
+from ft_core.protocol.messages import DEVICE_FAULTS, FailureRecord, Fault, Suspect, WorkerLost
 
 TRIES = 8
 """Recoveries in a row without a step that nobody had done before, after which the job ends."""
@@ -153,9 +153,10 @@ class Strikes:
         return counted
 
     def broken(self, now: float) -> set[tuple[str, int]]:
-        """Devices that have failed of late: place, and index."""
-        known = (strike for _, strike in self._current(now))
-        return {(s.place, s.device) for s in known if s.fault is Fault.DEVICE and s.device >= 0}
+        """Devices that have failed of late: place, and index. What has followed its role to another one, in
+        the same step, was not the device's."""
+        known = [s for _, s in self._current(now) if s.fault in DEVICE_FAULTS and s.device >= 0]
+        return {(s.place, s.device) for s in known if not self._follows(s)}
 
     def places(self) -> set[str]:
         """All of which something is known."""

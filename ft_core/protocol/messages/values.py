@@ -234,6 +234,10 @@ class Fault(StrEnum):
     """The whole node was lost."""
 
 
+DEVICE_FAULTS = frozenset({Fault.DEVICE})
+"""After these a device is given to no role while there is another."""
+
+
 class FailureRecord(Value, frozen=True):
     """A failure, as it is kept of the node where it was. `place`: the node, whichever process is its agent.
     `age`: seconds."""
