@@ -14,6 +14,7 @@ from prometheus_client.metrics_core import Metric
 
 from ft_core.cli.flags import parser
 from ft_core.control import phases
+from ft_core.control.liveness.device_health import DRIVER_ADVICE, Verdict
 from ft_core.control.liveness.xid_table import UNKNOWN, XIDS, DeviceAction
 from ft_core.control.observe.goodput import Standing
 from ft_core.control.observe.job_metrics import SECONDS, Numbers
@@ -122,6 +123,11 @@ def xids() -> str:
     return table(("XID", "what", "NVIDIA's advice", "here", "why"), [*rows, others])
 
 
+def verdicts(rows: Iterable[tuple[str, Verdict]]) -> str:
+    """What devices report, and what is done."""
+    return table(("", "what", "here"), ((name, row.what, f"`{row.action}`") for name, row in rows))
+
+
 def device_actions() -> str:
     """All, by what stands below each member."""
     return _said(_members(DeviceAction))
@@ -152,6 +158,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "invariants": invariants,
     "causes": causes,
     "device actions": device_actions,
+    "driver advice": lambda: verdicts((str(number), row) for number, row in DRIVER_ADVICE.items()),
     "xids": xids,
 }
 """By what the pages call them."""

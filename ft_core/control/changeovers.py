@@ -35,6 +35,11 @@ class Changeovers:
         self._out.emit(*self._notices.heard(self._cluster, node, notice, self._out.now))
         self.follow_notices()
 
+    def sick(self, node: Node, why: str) -> None:
+        """A device of a node is about to fail, or has."""
+        self._notices.sick(self._cluster, node, why, self._out.now)
+        self.follow_notices()
+
     def told(self, node: Node) -> None:
         """A node has got SIGTERM."""
         self._out.emit(*self._notices.told(self._cluster, node, self._out.now))

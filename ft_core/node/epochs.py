@@ -217,10 +217,14 @@ class EpochExecutor:
 
     def _faulted(self) -> set[int]:
         """Devices of this node that have failed of late, as the controller knows."""
+        here = self.strikes_here()
+        return {s.device for s in here if s.fault in m.DEVICE_FAULTS and s.device >= 0}
+
+    def strikes_here(self) -> list[m.FailureRecord]:
+        """What counts against this node, as the controller knows."""
         at, kept = self._strikes
         where, limit = self.about.node.partition("+")[0], 60 * self.settings.strike_minutes
-        now = [s for s in kept if s.place == where and s.age + self.now - at <= limit]
-        return {s.device for s in now if s.fault in m.DEVICE_FAULTS and s.device >= 0}
+        return [s for s in kept if s.place == where and s.age + self.now - at <= limit]
 
     # -- from epoch to epoch -----------------------------------------------------------------------
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+from pathlib import Path
 
 import pytest
 from core.test_agent_machine import Node, plan
 from core.test_controller_machine import ControlPlane, lose
+from core.test_drain import start, stop
 from harness import ROOT
 from msgspec.structs import replace
 
 import mkdocs_reference
+from ft_core.control.liveness.device_health import DRIVER_ADVICE, record
 from ft_core.control.liveness.xid_table import UNKNOWN, XIDS, Advice, DeviceAction
 from ft_core.node import events as e
+from ft_core.node.devices import gpus, watch
+from ft_core.node.devices.xids import Xids
 from ft_core.protocol import messages as m
-from ft_core.protocol.messages import Fault, WorkerLost
+from ft_core.protocol.messages import Fault, Symptom, WorkerLost
 
 NEWEST = 172
 """The last number of NVIDIA's catalogue."""
@@ -53,10 +59,12 @@ def test_who_does_not_follow_the_advice_says_why() -> None:
 def test_the_page_shows_each() -> None:
     page = (ROOT / "docs" / "device_health.md").read_text()
     shown = mkdocs_reference.on_page_markdown(page)
-    rows = [re.split(r" \| ", line.strip("| ")) for line in shown.splitlines() if re.match(r"\| \d", line)]
+    xids, _, advice = shown.partition("| XID |")[2].partition("\n\n")
+    rows = [re.split(r" \| ", line.strip("| ")) for line in xids.splitlines() if re.match(r"\| \d", line)]
     found = {int(number): row[1:4] for row in rows for number in row[0].split(", ")}
     assert found == {n: [row.what, row.advice, f"`{row.action}`"] for n, row in XIDS.items()}
     assert all(f"`{action}`" in shown for action in DeviceAction)
+    assert all(f"| {n} | {row.what} | `{row.action}` |" in advice for n, row in DRIVER_ADVICE.items())
 
 
 def training(nodes: int = 2, spares: int = 1, **settings: object) -> ControlPlane:
@@ -126,3 +134,195 @@ def test_after_a_while_a_device_is_like_any_other() -> None:
     node.hear(plan())
     [worker] = node.agent.crew.playing()
     assert worker.device == 0
+
+
+def xid(number: int, device: int = 0, age: float = 0.0) -> m.DeviceFinding:
+    return m.DeviceFinding(Symptom.XID, number, device, "0000:3b:00", "as the driver says", age)
+
+
+def standing(job: ControlPlane) -> tuple[int, set[str], dict[str, int], list[str]]:
+    """What counts against node1; who is avoided, has a device that is, and is drained."""
+    cluster, now = job.controller.cluster, job.now
+    against = len(cluster.strikes.against("node1", now))
+    return against, cluster.avoided(now), cluster.faulted(now), list(cluster.draining)
+
+
+LEADS_TO = {
+    DeviceAction.NOTHING: (0, set(), {}, []),
+    DeviceAction.COUNT: (1, set(), {}, []),
+    DeviceAction.ELSEWHERE: (0, set(), {"node1": 1}, []),
+    DeviceAction.DRAIN: (0, set(), {"node1": 1}, ["node1"]),
+    DeviceAction.CONDEMN: (1, {"node1"}, {"node1": 1}, ["node1"]),
+}
+
+
+@pytest.mark.parametrize("number", XIDS)
+def test_every_xid_leads_to_its_action(number: int) -> None:
+    """Its worker dies of it: the role goes on elsewhere at once, unless the device is as good as before."""
+    job, action = training(), XIDS[number].action
+    job["node1"].say(xid(number))
+    assert standing(job) == LEADS_TO[action]
+    events = job.records_of("device")
+    assert [event.more["action"] for event in events] == [action] * (action is not DeviceAction.NOTHING)
+    assert all(f"XID {number}, {XIDS[number].what}" in event.reason for event in events)
+    home = action in (DeviceAction.NOTHING, DeviceAction.COUNT)
+    assert fails(job, 1, Fault.KILLED) == ("node1" if home else "node2")
+    assert len(job.records_of("detected")) == 1
+
+
+@pytest.mark.parametrize("number", DRIVER_ADVICE)
+def test_what_the_driver_advises_is_acted_on(number: int) -> None:
+    job = training()
+    job["node1"].say(replace(xid(number), symptom=Symptom.ADVICE))
+    assert standing(job) == LEADS_TO[DRIVER_ADVICE[number].action]
+
+
+def test_what_nobody_knows_counts() -> None:
+    for finding in (xid(999), replace(xid(99), symptom=Symptom.ADVICE)):
+        job = training()
+        job["node1"].say(finding)
+        assert standing(job) == LEADS_TO[DeviceAction.COUNT]
+
+
+def test_a_node_whose_roles_live_is_drained_before_they_fail() -> None:
+    """Its roles start elsewhere and change over between two steps; nothing is done again."""
+    job = training()
+    job["node1"].say(xid(64))
+    job.wait(0.1)
+    start(job, 1, on="node2")
+    stop(job, 0, 1)
+    job.all_report()
+    assert job.controller.cluster.places == {0: "node0", 1: "node2"}
+    assert job.records_of("moving") and not job.records_of("detected")
+    [begun] = job.records_of("draining")
+    assert begun.reason.startswith("device 0: XID 64")
+
+
+def test_said_again_it_is_no_news() -> None:
+    job = training(spares=0)
+    for number in (79, 61):
+        job["node1"].say(xid(number))
+        job.wait(5.0)
+        job["node1"].say(xid(number, age=5.0))
+    assert len(job.records_of("device")) == 2 and standing(job)[0] == 2
+    job["node1"].say(xid(61))
+    assert len(job.records_of("device")) == 2, "a controller may get it twice over one connection"
+    job.wait(61.0)
+    job["node1"].say(xid(61))
+    assert len(job.records_of("device")) == 3 and standing(job)[0] == 3, "it has come again"
+
+
+def test_where_a_condemned_node_is_needed_it_goes_on() -> None:
+    job = training(spares=0)
+    job["node1"].say(xid(79))
+    job.wait(1.0)
+    assert "other nodes have workers for 0" in job.records_of("not_drained")[0].reason
+    assert fails(job, 1) == "node1"
+    [avoided] = job.records_of("avoided")
+    assert "has a device (0) to be repaired, xid 79" in avoided.reason
+
+
+def test_a_notice_that_is_taken_back_leaves_a_sick_device() -> None:
+    job = training(spares=0)
+    job["node1"].say(xid(79))
+    job["node1"].say(m.Notice("maintenance", 30.0))
+    job["node1"].say(m.Notice("", None))
+    job.join("node9")
+    job["node9"].beat()
+    job.wait(0.1)
+    assert job["node1"].draining
+
+
+def test_a_successor_knows_of_it() -> None:
+    job = training()
+    job["node1"].say(xid(13))
+    job.wait(0.1)
+    [kept] = [each for each in job["node0"].heard if isinstance(each, m.KeepStrikes)][-1:]
+    assert [(s.place, s.device, s.signature) for s in kept.strikes] == [("node1", 0, "xid 13")]
+
+
+def test_an_agent_says_it_once_and_to_each_controller_until_it_is_forgiven() -> None:
+    node = Node()
+    node.handle(e.DeviceFound(xid(79)))
+    assert node.said(m.DeviceFinding) == [xid(79)]
+    node.handle(e.DeviceFound(xid(79)), after=1.0)
+    assert not node.said(m.DeviceFinding), "a driver may say the same a thousand times"
+    node.handle(e.DeviceFound(xid(79, device=1)))
+    assert node.said(m.DeviceFinding)
+
+    def again(after: float) -> list[tuple[int, float]]:
+        node.now += after
+        node.greeting()
+        return [(finding.device, finding.age) for finding in node.said(m.DeviceFinding)]
+
+    assert again(9.0) == [(0, 10.0), (1, 9.0)]
+    counted = record(xid(79), "node0", DeviceAction.CONDEMN)
+    node.hear(m.KeepStrikes([counted]))
+    assert again(0.0) == [(0, 10.0), (1, 9.0)]
+    node.hear(m.KeepStrikes([]))
+    assert again(0.0) == [(1, 9.0)], "nobody has counted the other yet"
+    assert again(3600.0) == []
+    node.handle(e.DeviceFound(xid(79)))
+    assert node.said(m.DeviceFinding), "it has come again"
+
+
+def log_line(number: int, bus: str = "0000:3b:00", text: str = "pid=1, it is broken") -> str:
+    return f"4,1,1,-;NVRM: Xid (PCI:{bus}): {number}, {text}\n"
+
+
+def listed(root: Path, *gpus: str) -> str:
+    """As the driver lists the machine's GPUs."""
+    for bus in gpus:
+        (root / f"{bus}.0").mkdir(parents=True)
+        (root / f"{bus}.0" / "information").write_text(f"Model: \t\t X\nGPU UUID: \t GPU-{bus[5:7]}-1\n")
+    return str(root)
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices", "found"),
+    [
+        (None, 2, {"0000:1b:00": 0, "0000:3b:00": 1}),
+        ("2,0", 2, {"0000:5d:00": 0, "0000:1b:00": 1}),
+        ("GPU-5d, GPU-3b-1", 2, {"0000:5d:00": 0, "0000:3b:00": 1}),
+        ("1", 1, {"0000:3b:00": 0}),
+        ("7", 1, None),
+        ("MIG-5d", 1, None),
+        ("GPU-", 1, None),
+        ("", 1, None),
+    ],
+)
+def test_which_gpus_are_the_jobs(
+    visible: str | None, devices: int, found: dict[str, int] | None, tmp_path: Path
+) -> None:
+    gpus_here = listed(tmp_path / "gpus", "0000:3b:00", "0000:1b:00", "0000:5d:00")
+    assert gpus.by_bus(devices, visible, gpus_here) == found
+    assert gpus.by_bus(devices, visible, str(tmp_path / "none")) is None
+
+
+def test_what_the_kernel_log_says_becomes_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the job's own GPUs; of all, where it is not known which are."""
+    log = tmp_path / "kmsg"
+    log.write_text(log_line(48, text="before"))
+    found: list[m.DeviceFinding] = []
+    looks = watch.DeviceWatch(Xids(str(log)), lambda event: found.append(event.finding))
+    looks.look()
+    with log.open("a") as file:
+        file.write(log_line(79))
+    looks.look()
+    assert found == [m.DeviceFinding(Symptom.XID, 79, -1, "0000:3b:00", "pid=1, it is broken")]
+    machine = listed(tmp_path / "gpus", "0000:1b:00", "0000:3b:00", "0000:5d:00")
+    monkeypatch.setattr(gpus.by_bus, "__defaults__", (machine,))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    asyncio.run(looks.serve(2))
+    advice = "GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)"
+    with log.open("a") as file:
+        file.write(log_line(13) + log_line(13, "0000:1b:00") + log_line(154, "0000:5D:00", advice))
+        file.write(log_line(154, text="in other words") + "4,1,1,-;NVRM: Xid (PCI:0000:3b:00 GPU-I:05): 31\n")
+    found.clear()
+    looks.look()
+    assert [(each.signature, each.device) for each in found] == [
+        *(("xid 13", 0), ("driver advice 2", 1), ("xid 154", 0), ("xid 31", 0))
+    ]
+    found.clear()
+    looks.look()
+    assert not found

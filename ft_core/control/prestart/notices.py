@@ -1,4 +1,5 @@
-"""Nodes whose machines are about to go: by a notice (`node.notices`), or by SIGTERM to a node alone.
+"""Nodes whose machines are about to go: by a notice (`node.notices`), by SIGTERM to a node alone, or since a
+device of theirs is not to be relied on.
 
 Each is drained as if somebody had asked for it. A notice that cannot be followed yet is kept, and tried again
 whenever that may help. SIGTERM is answered: either the node's roles move, or its workers get the signal. All
@@ -35,6 +36,8 @@ class _Going:
     """Whether it has got SIGTERM, and waits for the answer."""
     drained: bool = False
     """Whether it is being drained."""
+    sick: bool = False
+    """Whether it is for a device of its, so that nobody takes it back."""
     why_not: str = ""
     """What was said last of why it is not."""
 
@@ -49,7 +52,9 @@ class Notices:
         """A node says that its machine is about to go; or not any more, and then a drain goes on."""
         known = self._going.get(node.name)
         if not notice.reason:
-            if known is not None and not known.told:
+            if known is not None and known.sick:
+                known.deadline = math.inf
+            elif known is not None and not known.told:
                 del self._going[node.name]
             return []
         deadline = math.inf if notice.seconds is None else now + notice.seconds
@@ -57,9 +62,17 @@ class Notices:
             known.deadline = deadline
             return []
         told, drained = known is not None and known.told, node.name in cluster.draining
-        self._going[node.name] = _Going(notice.reason, deadline, now, told, drained)
+        sick = known is not None and known.sick
+        self._going[node.name] = _Going(notice.reason, deadline, now, told, drained, sick)
         roles = tuple(cluster.roles_by_node.get(node.name, ()))
         return [Record("notice", cluster.epoch, notice.reason, roles, _more(node.name, notice.seconds))]
+
+    def sick(self, cluster: ClusterState, node: Node, why: str, now: float) -> None:
+        """A device of a node is not to be relied on; said again, that is known."""
+        if (known := self._going.get(node.name)) is not None:
+            known.sick = True
+        elif node.name not in cluster.draining:
+            self._going[node.name] = _Going(why, math.inf, now, sick=True)
 
     def told(self, cluster: ClusterState, node: Node, now: float) -> list[Effect]:
         """A node has got SIGTERM."""

@@ -49,6 +49,7 @@ from ft_core.protocol.messages.values import (
     Session,
     Setting,
     Size,
+    Symptom,
     Term,
     Value,
     Version,
@@ -270,6 +271,24 @@ class Notice(Message, frozen=True):
     seconds: float | None
 
 
+class DeviceFinding(Message, frozen=True):
+    """A device of the node reports something. `number`: which, of what the symptom has several of. `device`:
+    its index, -1 where that is not known; `bus`: where it is. `text`: in whose words. `age`: seconds since,
+    where it is said again."""
+
+    symptom: Symptom
+    number: Number
+    device: Number
+    bus: str
+    text: str
+    age: float = 0.0
+
+    @property
+    def signature(self) -> str:
+        """By which its `FailureRecord` is known again."""
+        return f"{self.symptom} {self.number}"
+
+
 class Leaving(Message, frozen=True):
     """SIGTERM has come to a node."""
 
@@ -313,7 +332,7 @@ SaidAgain = OfRole | Configure | Trained
 FromAgent = (
     AgentHello | HoldingsChanged | Heartbeat | Idle | OfRole | FromRole
     | Configured | Hosts | NodesProbed | DurableNames | DurableWritten | DurableFailed | VersionSaved
-    | RoleState | Flights | RoleFlight | Notice | Leaving | Left | KeptState
+    | RoleState | Flights | RoleFlight | Notice | DeviceFinding | Leaving | Left | KeptState
 )  # fmt: skip
 
 

@@ -232,10 +232,25 @@ class Fault(StrEnum):
     """It was told to end: by SIGTERM, SIGINT or SIGHUP, or by this job's controller."""
     NODE = "node"
     """The whole node was lost."""
+    DEVICE_WARNING = "device_warning"
+    """Nothing has failed: a device has reported something that counts (`DeviceFinding`)."""
+    DEVICE_FAULTY = "device_faulty"
+    """The same, after which others are preferred to it."""
+    DEVICE_CONDEMNED = "device_condemned"
+    """The same, and it is not to be used again before it is repaired."""
 
 
-DEVICE_FAULTS = frozenset({Fault.DEVICE})
+DEVICE_FAULTS = frozenset({Fault.DEVICE, Fault.DEVICE_FAULTY, Fault.DEVICE_CONDEMNED})
 """After these a device is given to no role while there is another."""
+
+
+class Symptom(StrEnum):
+    """What a device reports. `control.liveness.device_health` says what each leads to."""
+
+    XID = "xid"
+    """An error, by the driver's number."""
+    ADVICE = "driver advice"
+    """What the driver says is to be done, by its number."""
 
 
 class FailureRecord(Value, frozen=True):

@@ -1,0 +1,48 @@
+"""Looks at this node's devices for as long as its agent lives. Nothing here waits for a device."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+
+from ft_core.node.devices import gpus
+from ft_core.node.devices.xids import Xids, XidSeen
+from ft_core.node.events import DeviceFound
+from ft_core.node.notices.daemon import aside
+from ft_core.node.notices.notice import plain
+from ft_core.protocol.messages import DeviceFinding, Symptom
+
+ADVICE = 154
+"""The XID by which the driver says that its own advice has changed."""
+_ADVISED = re.compile(r"\bto 0x([0-9a-fA-F]{1,8})\b")
+
+
+class DeviceWatch:
+    """What the devices of one node report."""
+
+    def __init__(self, xids: Xids, heard: Callable[[DeviceFound], None]) -> None:
+        self._xids, self._heard = xids, heard
+        self._ours: Mapping[str, int] | None = None
+        """Place on the bus -> index; None where that is not known (yet)."""
+
+    async def serve(self, devices: int) -> None:
+        """Find out which GPUs are this node's. `devices`: how many its workers use."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        self._ours = await aside(lambda: gpus.by_bus(devices, visible))
+
+    def look(self) -> None:
+        """Whether anything has been reported. Never waits."""
+        for seen in self._xids.new():
+            if (finding := self._finding(seen)) is not None:
+                self._heard(DeviceFound(finding))
+
+    def _finding(self, seen: XidSeen) -> DeviceFinding | None:
+        """None of another job's GPU."""
+        device = -1 if self._ours is None else self._ours.get(seen.bus.lower())
+        if device is None:
+            return None
+        symptom, number = Symptom.XID, seen.number
+        if number == ADVICE and (advised := _ADVISED.search(seen.text)):
+            symptom, number = Symptom.ADVICE, int(advised[1], 16)
+        return DeviceFinding(symptom, number, device, plain(seen.bus), plain(seen.text))
