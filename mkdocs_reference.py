@@ -14,7 +14,7 @@ from prometheus_client.metrics_core import Metric
 
 from ft_core.cli.flags import parser
 from ft_core.control import phases
-from ft_core.control.liveness.device_health import DRIVER_ADVICE, Verdict
+from ft_core.control.liveness.device_health import CONDITIONS, DRIVER_ADVICE, Verdict
 from ft_core.control.liveness.xid_table import UNKNOWN, XIDS, DeviceAction
 from ft_core.control.observe.goodput import Standing
 from ft_core.control.observe.job_metrics import SECONDS, Numbers
@@ -158,6 +158,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "invariants": invariants,
     "causes": causes,
     "device actions": device_actions,
+    "device conditions": lambda: verdicts((f"`{name}`", row) for name, row in CONDITIONS.items()),
     "driver advice": lambda: verdicts((str(number), row) for number, row in DRIVER_ADVICE.items()),
     "xids": xids,
 }

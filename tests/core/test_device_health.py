@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import nvml_library
 import pytest
 from core.test_agent_machine import Node, plan
 from core.test_controller_machine import ControlPlane, lose
@@ -14,7 +19,7 @@ from harness import ROOT
 from msgspec.structs import replace
 
 import mkdocs_reference
-from ft_core.control.liveness.device_health import DRIVER_ADVICE, record
+from ft_core.control.liveness.device_health import CONDITIONS, DRIVER_ADVICE, record
 from ft_core.control.liveness.xid_table import UNKNOWN, XIDS, Advice, DeviceAction
 from ft_core.node import events as e
 from ft_core.node.devices import gpus, watch
@@ -326,3 +331,76 @@ def test_what_the_kernel_log_says_becomes_a_finding(tmp_path: Path, monkeypatch:
     found.clear()
     looks.look()
     assert not found
+
+
+LOOKS = """
+import json, sys
+from pathlib import Path
+from ft_core.node.devices import nvml
+from nvml_library import say
+state, places, changes = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
+say(state, **changes[0])
+library = nvml.opened(places)
+for change in changes:
+    say(state, **change)
+    found = library.look() if library else None
+    print(json.dumps(found and [[str(each.symptom), each.number, each.device, each.bus] for each in found]))
+"""
+
+
+def nvml_says(tmp_path: Path, *changes: dict[str, int], places: object = None) -> list[object]:
+    """What is found of each state that NVML has one after the other."""
+    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
+    directory, state = nvml_library.build(tmp_path / "lib"), tmp_path / "state"
+    environment = os.environ | {"LD_LIBRARY_PATH": str(directory), "FAKE_NVML": str(state)}
+    environment["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"
+    command = [sys.executable, "-c", LOOKS, str(state), json.dumps(places), json.dumps(changes)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@nvml_library.needs_cc
+def test_what_nvml_says_of_a_gpu_is_told_when_it_changes(tmp_path: Path) -> None:
+    ours = {"0000:1b:00": 1, "0000:2b:00": 0}
+    two = {"gpus": 3, "uncorrected0": 4, "pending1": 1, "uncorrected2": 9}
+    found = nvml_says(
+        tmp_path,
+        two,
+        two | {"uncorrected0": 6, "uncorrected2": 10},
+        two | {"uncorrected0": 6, "pending0": 1, "retiring1": 1},
+        two | {"uncorrected0": 6, "pending0": 1, "retiring1": 1, "failed0": 1, "advice1": 2},
+        two | {"uncorrected0": 6, "pending0": 1, "retiring1": 1, "failed0": 1, "lost1": 1, "old0": 1},
+        two | {"uncorrected0": 6, "xid0": 2, "xid_number0": 79, "xid1": 1, "xid_number1": 154, "lost1": 1},
+        places=ours,
+    )
+    assert found == [
+        [],
+        [["uncorrected memory errors", 0, 1, "0000:1b:00"]],
+        [["remapping pending", 0, 1, "0000:1b:00"], ["page retirement pending", 0, 0, "0000:2b:00"]],
+        [["remapping failed", 0, 1, "0000:1b:00"], ["driver advice", 2, 0, "0000:2b:00"]],
+        [["lost", 0, 0, "0000:2b:00"]],
+        [["xid", 79, 1, "0000:1b:00"]] * 2,  # what it does not say for a while has not grown by that
+    ]
+
+
+@nvml_library.needs_cc
+def test_what_cannot_be_lived_with_is_told_at_once(tmp_path: Path) -> None:
+    """Also where it was so before the job; where it is not known which GPUs are whose, it is the node's."""
+    [found] = nvml_says(tmp_path, {"gpus": 1, "failed0": 1, "advice0": 1, "uncorrected0": 7, "pending0": 1})
+    assert found == [["remapping failed", 0, -1, "0000:1b:00"], ["driver advice", 1, -1, "0000:1b:00"]]
+    assert nvml_says(tmp_path, {"gpus": 0}) == [None], "there is no driver"
+
+
+def test_a_machine_without_nvml_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    found: list[object] = []
+    asyncio.run(watch.DeviceWatch(Xids("/nowhere"), found.append).serve(1, every=0.0))  # it ends
+    assert not found
+
+
+@pytest.mark.parametrize("symptom", CONDITIONS)
+def test_what_nvml_says_leads_to_its_action(symptom: Symptom) -> None:
+    job = training()
+    job["node1"].say(replace(xid(0), symptom=symptom))
+    assert standing(job) == LEADS_TO[CONDITIONS[symptom].action]

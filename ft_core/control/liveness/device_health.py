@@ -27,7 +27,16 @@ DRIVER_ADVICE: Mapping[int, Verdict] = {
     6: Verdict("to reset its PCIe bus", DeviceAction.CONDEMN),
     7: Verdict("to restart the system", DeviceAction.CONDEMN),
 }
-"""What XID 154 names, by the driver's number (NVML: `nvmlDeviceGpuRecoveryAction_t`)."""
+"""What XID 154, or NVML, names: by the driver's number (`nvmlDeviceGpuRecoveryAction_t`)."""
+
+CONDITIONS: Mapping[Symptom, Verdict] = {
+    Symptom.UNCORRECTED: Verdict("more uncorrected memory errors than before", DeviceAction.DRAIN),
+    Symptom.REMAPPING: Verdict("a memory row is to be remapped by a reset", DeviceAction.DRAIN),
+    Symptom.RETIRING: Verdict("a memory page is to be retired by a restart", DeviceAction.DRAIN),
+    Symptom.REMAP_FAILED: Verdict("a memory row could not be remapped", DeviceAction.CONDEMN),
+    Symptom.LOST: Verdict("its driver does not reach it any more", DeviceAction.CONDEMN),
+}
+"""What NVML says of a GPU, besides."""
 
 LEADS_TO: Mapping[DeviceAction, str] = {
     DeviceAction.COUNT: "it counts against the node",
@@ -53,6 +62,8 @@ def verdict(finding: DeviceFinding) -> Verdict:
     if finding.symptom is Symptom.ADVICE:
         advised = DRIVER_ADVICE.get(finding.number, Verdict("something new", DeviceAction.COUNT))
         return Verdict(f"its driver advises {advised.what}", advised.action)
+    if finding.symptom in CONDITIONS:
+        return CONDITIONS[finding.symptom]
     row = XIDS.get(finding.number, UNKNOWN)
     return Verdict(f"XID {finding.number}, {row.what}", row.action)
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 from collections.abc import Callable, Mapping
 
-from ft_core.node.devices import gpus
-from ft_core.node.devices.xids import Xids, XidSeen
+from ft_core.node.devices import gpus, nvml
+from ft_core.node.devices.xids import ADVICE, Xids, XidSeen
 from ft_core.node.events import DeviceFound
 from ft_core.node.notices.daemon import aside
 from ft_core.node.notices.notice import plain
 from ft_core.protocol.messages import DeviceFinding, Symptom
 
-ADVICE = 154
-"""The XID by which the driver says that its own advice has changed."""
+EVERY = 5.0
+"""Seconds between two looks at what NVML says."""
 _ADVISED = re.compile(r"\bto 0x([0-9a-fA-F]{1,8})\b")
 
 
@@ -26,10 +27,17 @@ class DeviceWatch:
         self._ours: Mapping[str, int] | None = None
         """Place on the bus -> index; None where that is not known (yet)."""
 
-    async def serve(self, devices: int) -> None:
-        """Find out which GPUs are this node's. `devices`: how many its workers use."""
+    async def serve(self, devices: int, every: float = EVERY) -> None:
+        """Find out which GPUs are this node's, and ask NVML of them, if there is any, until this is
+        cancelled. `devices`: how many its workers use."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        self._ours = await aside(lambda: gpus.by_bus(devices, visible))
+        ours = self._ours = await aside(lambda: gpus.by_bus(devices, visible))
+        await asyncio.sleep(every)  # while workers start
+        library = await aside(lambda: nvml.opened(ours))
+        while library is not None:
+            for finding in await aside(library.look):
+                self._heard(DeviceFound(finding))
+            await asyncio.sleep(every)
 
     def look(self) -> None:
         """Whether anything has been reported. Never waits."""

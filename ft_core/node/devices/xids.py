@@ -9,6 +9,8 @@ from typing import NamedTuple
 from ft_core.node.devices.kernel_log import PATH, KernelLog
 
 _XID = re.compile(r"NVRM: Xid \(([^)]*)\): (\d{1,4})\b([^\n]*)")
+ADVICE = 154
+"""That by which the driver says that its own advice has changed."""
 MOST = 64
 """Numbers that are told apart; there are some 170."""
 _WAITING = 64

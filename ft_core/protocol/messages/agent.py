@@ -272,9 +272,9 @@ class Notice(Message, frozen=True):
 
 
 class DeviceFinding(Message, frozen=True):
-    """A device of the node reports something. `number`: which, of what the symptom has several of. `device`:
-    its index, -1 where that is not known; `bus`: where it is. `text`: in whose words. `age`: seconds since,
-    where it is said again."""
+    """A device of the node reports something. `number`: which, where the symptom has several; else 0.
+    `device`: its index, -1 where that is not known; `bus`: where it is. `text`: in its driver's words. `age`:
+    seconds since, where it is said again."""
 
     symptom: Symptom
     number: Number
@@ -286,7 +286,7 @@ class DeviceFinding(Message, frozen=True):
     @property
     def signature(self) -> str:
         """By which its `FailureRecord` is known again."""
-        return f"{self.symptom} {self.number}"
+        return f"{self.symptom} {self.number}" if self.number else str(self.symptom)
 
 
 class Leaving(Message, frozen=True):

@@ -251,6 +251,16 @@ class Symptom(StrEnum):
     """An error, by the driver's number."""
     ADVICE = "driver advice"
     """What the driver says is to be done, by its number."""
+    UNCORRECTED = "uncorrected memory errors"
+    """There are more of them than before."""
+    REMAPPING = "remapping pending"
+    """A memory row is to be remapped, since this job looks."""
+    REMAP_FAILED = "remapping failed"
+    """A memory row could not be remapped, whenever that was."""
+    RETIRING = "page retirement pending"
+    """A memory page is to be retired, since this job looks."""
+    LOST = "lost"
+    """The driver does not reach it any more."""
 
 
 class FailureRecord(Value, frozen=True):
