@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import Metric
 from ft_core.cli.flags import parser
 from ft_core.control import phases
 from ft_core.control.liveness.device_health import CONDITIONS, DRIVER_ADVICE, Verdict
-from ft_core.control.liveness.xid_table import UNKNOWN, XIDS, DeviceAction
+from ft_core.control.liveness.xid_table import UNKNOWN, XIDS
 from ft_core.control.observe.goodput import Standing
 from ft_core.control.observe.job_metrics import SECONDS, Numbers
 from ft_core.control.observe.metrics import families
@@ -26,6 +26,7 @@ from ft_core.node.metrics import NodeNumbers
 from ft_core.node.metrics import families as node_families
 from ft_core.process.transitions import Transitions
 from ft_core.protocol.goodput import Cause
+from ft_core.protocol.messages import DeviceAction
 from ft_core.worker import states
 from tests.simulation.invariants import Invariant
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from ft_core.control.changeovers import Changeovers
 from ft_core.control.cluster_state import Node
 from ft_core.control.liveness import device_health
-from ft_core.control.liveness.xid_table import DeviceAction
 from ft_core.control.recovery import RecoveryCoordinator
-from ft_core.protocol.messages import DeviceFinding
+from ft_core.protocol.messages import DeviceAction, DeviceFinding
 
 
 class DeviceFindings:

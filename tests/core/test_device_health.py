@@ -19,13 +19,14 @@ from harness import ROOT
 from msgspec.structs import replace
 
 import mkdocs_reference
+from ft_core import plugins
 from ft_core.control.liveness.device_health import CONDITIONS, DRIVER_ADVICE, record
-from ft_core.control.liveness.xid_table import UNKNOWN, XIDS, Advice, DeviceAction
+from ft_core.control.liveness.xid_table import UNKNOWN, XIDS, Advice
 from ft_core.node import events as e
 from ft_core.node.devices import gpus, watch
 from ft_core.node.devices.xids import Xids
 from ft_core.protocol import messages as m
-from ft_core.protocol.messages import Fault, Symptom, WorkerLost
+from ft_core.protocol.messages import DeviceAction, Fault, Symptom, WorkerLost
 
 NEWEST = 172
 """The last number of NVIDIA's catalogue."""
@@ -318,7 +319,8 @@ def test_what_the_kernel_log_says_becomes_a_finding(tmp_path: Path, monkeypatch:
     machine = listed(tmp_path / "gpus", "0000:1b:00", "0000:3b:00", "0000:5d:00")
     monkeypatch.setattr(gpus.by_bus, "__defaults__", (machine,))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
-    asyncio.run(looks.serve(2))
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    asyncio.run(looks.serve(2, every=0.0))
     advice = "GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)"
     with log.open("a") as file:
         file.write(log_line(13) + log_line(13, "0000:1b:00") + log_line(154, "0000:5D:00", advice))
@@ -404,3 +406,87 @@ def test_what_nvml_says_leads_to_its_action(symptom: Symptom) -> None:
     job = training()
     job["node1"].say(replace(xid(0), symptom=symptom))
     assert standing(job) == LEADS_TO[CONDITIONS[symptom].action]
+
+
+PLUGIN = """
+from ft_core.node.devices.health import Condition
+from ft_core.protocol.messages import DeviceAction
+CALLS = []
+SAYS = [[], ["a"], ["a", "b"], ["b"], ["a"]]
+def healthy():
+    CALLS.append(1)
+    for name in SAYS[min(len(CALLS), len(SAYS)) - 1]:
+        yield Condition(f"link {name}", DeviceAction.DRAIN, 1, "it is down")
+def broken(): raise OSError("no such tool")
+def no_answer(): return ["down"]
+"""
+
+
+def installed(directory: Path, monkeypatch: pytest.MonkeyPatch, **entries: str) -> None:
+    """A package with these entry points."""
+    about = directory / "health_plugin-1.dist-info"
+    about.mkdir()
+    (directory / "health_plugin.py").write_text(PLUGIN)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: health-plugin\nVersion: 1\n")
+    lines = [f"{name} = health_plugin:{function}" for name, function in entries.items()]
+    (about / "entry_points.txt").write_text("\n".join([f"[{plugins.HEALTH}]", *lines]))
+    monkeypatch.syspath_prepend(str(directory))
+    monkeypatch.delitem(sys.modules, "health_plugin", raising=False)
+    monkeypatch.setattr(plugins, "load", plugins.load.__wrapped__)  # what others have is kept
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+
+
+def hears(count: int) -> list[m.DeviceFinding]:
+    """The first findings of a watch."""
+    found: list[m.DeviceFinding] = []
+
+    async def serve() -> None:
+        enough = asyncio.Event()
+
+        def heard(event: e.DeviceFound) -> None:
+            found.append(event.finding)
+            if len(found) == count:
+                enough.set()
+
+        serving = asyncio.create_task(watch.DeviceWatch(Xids("/nowhere"), heard).serve(1, every=0.01))
+        ended = asyncio.create_task(enough.wait())
+        await asyncio.wait((serving, ended), return_when=asyncio.FIRST_COMPLETED, timeout=60)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        ended.cancel()
+
+    asyncio.run(serve())
+    return found
+
+
+def test_a_plugin_is_asked_and_a_condition_told_when_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that fails keeps nobody from being asked."""
+    installed(tmp_path, monkeypatch, a="broken", b="no_answer", c="healthy")
+    found = hears(3)
+    assert [(each.signature, each.device) for each in found] == [
+        *(("health link a", 1), ("health link b", 1), ("health link a", 1))
+    ]
+    assert {(each.symptom, each.action, each.text) for each in found} == {
+        (Symptom.OTHER, DeviceAction.DRAIN, "it is down")
+    }
+    assert "health_plugin.broken has failed, and is not asked for health any more" in caplog.text
+    assert (
+        "health_plugin.no_answer has failed" in caplog.text and "'down', which is no Condition" in caplog.text
+    )
+
+
+def test_a_plugin_that_is_not_there_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    installed(tmp_path, monkeypatch, a="nothing_of_the_kind")
+    assert hears(1) == [] and "no plugin for health is asked" in caplog.text
+
+
+@pytest.mark.parametrize("action", DeviceAction)
+def test_what_a_plugin_wants_is_done(action: DeviceAction) -> None:
+    job = training()
+    job["node1"].say(m.DeviceFinding(Symptom.OTHER, 0, 0, "", "it is down", name="link a", action=action))
+    assert standing(job) == LEADS_TO[action]
+    assert all("link a (it is down)" in event.reason for event in job.records_of("device"))

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ft_core.control.liveness.strikes import place
-from ft_core.control.liveness.xid_table import UNKNOWN, XIDS, DeviceAction
-from ft_core.protocol.messages import DeviceFinding, FailureRecord, Fault, NodeName, Symptom
+from ft_core.control.liveness.xid_table import UNKNOWN, XIDS
+from ft_core.protocol.messages import DeviceAction, DeviceFinding, FailureRecord, Fault, NodeName, Symptom
 
 
 class Verdict(NamedTuple):
@@ -62,6 +62,8 @@ def verdict(finding: DeviceFinding) -> Verdict:
     if finding.symptom is Symptom.ADVICE:
         advised = DRIVER_ADVICE.get(finding.number, Verdict("something new", DeviceAction.COUNT))
         return Verdict(f"its driver advises {advised.what}", advised.action)
+    if finding.symptom is Symptom.OTHER:
+        return Verdict(finding.name + f" ({finding.text})" * bool(finding.text), finding.action)
     if finding.symptom in CONDITIONS:
         return CONDITIONS[finding.symptom]
     row = XIDS.get(finding.number, UNKNOWN)

@@ -10,20 +10,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import NamedTuple
 
-
-class DeviceAction(StrEnum):
-    """What is done about what a device reports, the mildest first."""
-
-    NOTHING = "nothing"
-    """It stands in `ft_xid_total`."""
-    COUNT = "count"
-    """A strike against its node: as often as `--ft-strikes` says, and the node is avoided."""
-    ELSEWHERE = "elsewhere"
-    """The device is given to no role while there is another: once its worker ends, the role moves."""
-    DRAIN = "drain"
-    """The same; and its node is drained, so that roles leave before they fail."""
-    CONDEMN = "condemn"
-    """The same; and its node is avoided at once, as after too many strikes."""
+from ft_core.protocol.messages import DeviceAction
 
 
 class Advice(StrEnum):

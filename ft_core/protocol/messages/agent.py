@@ -28,6 +28,7 @@ from ft_core.protocol.messages.values import (
     Addresses,
     CheckpointName,
     Counts,
+    DeviceAction,
     Epoch,
     FailureRecord,
     Fault,
@@ -274,7 +275,7 @@ class Notice(Message, frozen=True):
 class DeviceFinding(Message, frozen=True):
     """A device of the node reports something. `number`: which, where the symptom has several; else 0.
     `device`: its index, -1 where that is not known; `bus`: where it is. `text`: in its driver's words. `age`:
-    seconds since, where it is said again."""
+    seconds since, where it is said again. `name`, `action`: of `Symptom.OTHER` alone."""
 
     symptom: Symptom
     number: Number
@@ -282,11 +283,14 @@ class DeviceFinding(Message, frozen=True):
     bus: str
     text: str
     age: float = 0.0
+    name: str = ""
+    action: DeviceAction = DeviceAction.NOTHING
 
     @property
     def signature(self) -> str:
         """By which its `FailureRecord` is known again."""
-        return f"{self.symptom} {self.number}" if self.number else str(self.symptom)
+        which = self.name or self.number
+        return f"{self.symptom} {which}" if which else str(self.symptom)
 
 
 class Leaving(Message, frozen=True):

@@ -244,6 +244,21 @@ DEVICE_FAULTS = frozenset({Fault.DEVICE, Fault.DEVICE_FAULTY, Fault.DEVICE_CONDE
 """After these a device is given to no role while there is another."""
 
 
+class DeviceAction(StrEnum):
+    """What is done about what a device reports, the mildest first."""
+
+    NOTHING = "nothing"
+    """It stands in `ft_xid_total`."""
+    COUNT = "count"
+    """A strike against its node: as often as `--ft-strikes` says, and the node is avoided."""
+    ELSEWHERE = "elsewhere"
+    """The device is given to no role while there is another: once its worker ends, the role moves."""
+    DRAIN = "drain"
+    """The same; and its node is drained, so that roles leave before they fail."""
+    CONDEMN = "condemn"
+    """The same; and its node is avoided at once, as after too many strikes."""
+
+
 class Symptom(StrEnum):
     """What a device reports. `control.liveness.device_health` says what each leads to."""
 
@@ -261,6 +276,8 @@ class Symptom(StrEnum):
     """A memory page is to be retired, since this job looks."""
     LOST = "lost"
     """The driver does not reach it any more."""
+    OTHER = "health"
+    """A plugin's, by the name that it has given, with what it wants to be done."""
 
 
 class FailureRecord(Value, frozen=True):
