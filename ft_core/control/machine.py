@@ -43,6 +43,7 @@ from ft_core.control.events import (
 from ft_core.control.hang_response import HangResponse
 from ft_core.control.lead import takeover
 from ft_core.control.liveness.hangs.detector import Detector
+from ft_core.control.liveness.strikes import place
 from ft_core.control.node_failures import NodeFailures
 from ft_core.control.observe import ctl
 from ft_core.control.observe.goodput import Account
@@ -284,6 +285,7 @@ class Controller:
         elif isinstance(message, m.Forgive):
             self._out.emit(*ctl.forgive(self.cluster, peer, message.node, self._out.now))
             self._recovery.strikes_changed = True
+            self._changeovers.forgiven(place(message.node))
         elif isinstance(message, m.DrainNode):
             self._changeovers.drain(peer, message.node)
         elif isinstance(message, m.DescribeRole | m.DescribeFlight):

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 import mkdocs_reference
 from ft_core import plugins
+from ft_core.control.events import Received
 from ft_core.control.liveness.device_health import CONDITIONS, DRIVER_ADVICE, record
 from ft_core.control.liveness.xid_table import UNKNOWN, XIDS, Advice
 from ft_core.node import events as e
@@ -237,6 +238,20 @@ def test_a_notice_that_is_taken_back_leaves_a_sick_device() -> None:
     job["node9"].beat()
     job.wait(0.1)
     assert job["node1"].draining
+
+
+@pytest.mark.parametrize("noticed", [False, True])
+def test_a_machine_that_is_forgiven_is_not_drained_for_its_devices(noticed: bool) -> None:
+    job = training(spares=0)
+    job["node1"].say(xid(79))
+    if noticed:
+        job["node1"].say(m.Notice("maintenance", None))
+    job.happens(Received(99, m.Forgive("node1")))
+    assert standing(job) == LEADS_TO[DeviceAction.NOTHING]
+    job.join("node9")
+    job["node9"].beat()
+    job.wait(0.1)
+    assert job["node1"].draining is noticed
 
 
 def test_a_successor_knows_of_it() -> None:

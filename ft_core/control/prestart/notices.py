@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from ft_core.control.cluster_state import ClusterState, Node
 from ft_core.control.events import Effect, Record, Send
+from ft_core.control.liveness.strikes import place
 from ft_core.control.prestart.attempts import Prestart
 from ft_core.control.prestart.draining import Draining, can_shrink
 from ft_core.process.sigterm import GRACE
@@ -37,7 +38,9 @@ class _Going:
     drained: bool = False
     """Whether it is being drained."""
     sick: bool = False
-    """Whether it is for a device of its, so that nobody takes it back."""
+    """Whether a device of its is not to be relied on."""
+    noticed: bool = False
+    """Whether somebody announces its machine's end, and may take that back."""
     why_not: str = ""
     """What was said last of why it is not."""
 
@@ -53,7 +56,7 @@ class Notices:
         known = self._going.get(node.name)
         if not notice.reason:
             if known is not None and known.sick:
-                known.deadline = math.inf
+                known.deadline, known.noticed = math.inf, False
             elif known is not None and not known.told:
                 del self._going[node.name]
             return []
@@ -63,7 +66,7 @@ class Notices:
             return []
         told, drained = known is not None and known.told, node.name in cluster.draining
         sick = known is not None and known.sick
-        self._going[node.name] = _Going(notice.reason, deadline, now, told, drained, sick)
+        self._going[node.name] = _Going(notice.reason, deadline, now, told, drained, sick, noticed=True)
         roles = tuple(cluster.roles_by_node.get(node.name, ()))
         return [Record("notice", cluster.epoch, notice.reason, roles, _more(node.name, notice.seconds))]
 
@@ -73,6 +76,14 @@ class Notices:
             known.sick = True
         elif node.name not in cluster.draining:
             self._going[node.name] = _Going(why, math.inf, now, sick=True)
+
+    def forgiven(self, where: str) -> None:
+        """Somebody has looked at that machine: its devices are no reason any more. What has begun goes on."""
+        for name, going in list(self._going.items()):
+            if place(name) == where and going.sick:
+                going.sick = False
+                if going.deadline == math.inf and not (going.told or going.drained or going.noticed):
+                    del self._going[name]
 
     def told(self, cluster: ClusterState, node: Node, now: float) -> list[Effect]:
         """A node has got SIGTERM."""
