@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import nvml_library
@@ -414,6 +415,35 @@ def test_a_machine_without_nvml_is_quiet(monkeypatch: pytest.MonkeyPatch) -> Non
     found: list[object] = []
     asyncio.run(watch.DeviceWatch(Xids("/nowhere"), found.append).serve(1, every=0.0))  # it ends
     assert not found
+
+
+def test_a_driver_that_does_not_answer_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the kernel's log says is heard meanwhile, and the watch can be ended."""
+    log, answers, asked = tmp_path / "kmsg", threading.Event(), threading.Event()
+    log.touch()
+
+    def opened(places: object) -> None:
+        asked.set()
+        answers.wait(60)
+
+    monkeypatch.setattr(watch.nvml, "opened", opened)
+    found: list[m.DeviceFinding] = []
+    looks = watch.DeviceWatch(Xids(str(log)), lambda event: found.append(event.finding))
+
+    async def serve() -> None:
+        serving = asyncio.create_task(looks.serve(1, every=0.0))
+        while not asked.is_set():
+            await asyncio.sleep(0.01)
+        log.write_text(log_line(79))
+        looks.look()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+    asyncio.run(serve())
+    assert not answers.is_set() and [each.number for each in found] == [79]
+    answers.set()
 
 
 @pytest.mark.parametrize("symptom", CONDITIONS)
