@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import nvml_library
@@ -25,7 +26,8 @@ from ft_core.control.events import Received
 from ft_core.control.liveness.device_health import CONDITIONS, DRIVER_ADVICE, record
 from ft_core.control.liveness.xid_table import UNKNOWN, XIDS, Advice
 from ft_core.node import events as e
-from ft_core.node.devices import gpus, watch
+from ft_core.node.devices import gpus, nvml, watch
+from ft_core.node.devices.infiniband import Links
 from ft_core.node.devices.xids import Xids
 from ft_core.protocol import messages as m
 from ft_core.protocol.messages import DeviceAction, Fault, Symptom, WorkerLost
@@ -288,6 +290,15 @@ def test_an_agent_says_it_once_and_to_each_controller_until_it_is_forgiven() -> 
     assert node.said(m.DeviceFinding), "it has come again"
 
 
+async def a_while(looks: watch.DeviceWatch, devices: int) -> None:
+    """It serves until it knows which GPUs are its own."""
+    serving = asyncio.create_task(looks.serve(devices, every=60.0))
+    while looks._ours is None:
+        await asyncio.sleep(0.01)
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+
+
 def log_line(number: int, bus: str = "0000:3b:00", text: str = "pid=1, it is broken") -> str:
     return f"4,1,1,-;NVRM: Xid (PCI:{bus}): {number}, {text}\n"
 
@@ -335,8 +346,7 @@ def test_what_the_kernel_log_says_becomes_a_finding(tmp_path: Path, monkeypatch:
     machine = listed(tmp_path / "gpus", "0000:1b:00", "0000:3b:00", "0000:5d:00")
     monkeypatch.setattr(gpus.by_bus, "__defaults__", (machine,))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    asyncio.run(looks.serve(2, every=0.0))
+    asyncio.run(a_while(looks, 2))
     advice = "GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)"
     with log.open("a") as file:
         file.write(log_line(13) + log_line(13, "0000:1b:00") + log_line(154, "0000:5D:00", advice))
@@ -412,9 +422,7 @@ def test_what_cannot_be_lived_with_is_told_at_once(tmp_path: Path) -> None:
 
 def test_a_machine_without_nvml_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    found: list[object] = []
-    asyncio.run(watch.DeviceWatch(Xids("/nowhere"), found.append).serve(1, every=0.0))  # it ends
-    assert not found
+    assert nvml.opened(None) is None
 
 
 def test_a_driver_that_does_not_answer_holds_nobody_up(
@@ -481,24 +489,18 @@ def installed(directory: Path, monkeypatch: pytest.MonkeyPatch, **entries: str) 
     monkeypatch.setitem(sys.modules, "pynvml", None)
 
 
-def hears(count: int) -> list[m.DeviceFinding]:
-    """The first findings of a watch."""
+def hears(until: Callable[[list[m.DeviceFinding]], bool]) -> list[m.DeviceFinding]:
+    """The findings of a watch."""
     found: list[m.DeviceFinding] = []
 
     async def serve() -> None:
-        enough = asyncio.Event()
-
-        def heard(event: e.DeviceFound) -> None:
-            found.append(event.finding)
-            if len(found) == count:
-                enough.set()
-
-        serving = asyncio.create_task(watch.DeviceWatch(Xids("/nowhere"), heard).serve(1, every=0.01))
-        ended = asyncio.create_task(enough.wait())
-        await asyncio.wait((serving, ended), return_when=asyncio.FIRST_COMPLETED, timeout=60)
+        looks = watch.DeviceWatch(Xids("/nowhere"), lambda event: found.append(event.finding))
+        serving = asyncio.create_task(looks.serve(1, every=0.01))
+        while not until(found):
+            assert not serving.done()
+            await asyncio.sleep(0.01)
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
-        ended.cancel()
 
     asyncio.run(serve())
     return found
@@ -509,7 +511,7 @@ def test_a_plugin_is_asked_and_a_condition_told_when_it_begins(
 ) -> None:
     """One that fails keeps nobody from being asked."""
     installed(tmp_path, monkeypatch, a="broken", b="no_answer", c="healthy")
-    found = hears(3)
+    found = hears(lambda found: len(found) == 3)
     assert [(each.signature, each.device) for each in found] == [
         *(("health link a", 1), ("health link b", 1), ("health link a", 1))
     ]
@@ -526,7 +528,7 @@ def test_a_plugin_that_is_not_there_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     installed(tmp_path, monkeypatch, a="nothing_of_the_kind")
-    assert hears(1) == [] and "no plugin for health is asked" in caplog.text
+    assert hears(lambda _: "no plugin for health is asked" in caplog.text) == []
 
 
 @pytest.mark.parametrize("action", DeviceAction)
@@ -535,3 +537,35 @@ def test_what_a_plugin_wants_is_done(action: DeviceAction) -> None:
     job["node1"].say(m.DeviceFinding(Symptom.OTHER, 0, 0, "", "it is down", name="link a", action=action))
     assert standing(job) == LEADS_TO[action]
     assert all("link a (it is down)" in event.reason for event in job.records_of("device"))
+
+
+def test_a_port_that_loses_its_link(tmp_path: Path) -> None:
+    """One that never had one is not in use; one that has it again counts."""
+
+    def port(name: str, state: str, lost: int) -> None:
+        at = tmp_path / name / "ports" / "1"
+        (at / "counters").mkdir(parents=True, exist_ok=True)
+        (at / "state").write_text(f"{state}\n")
+        (at / "counters" / "link_downed").write_text(f"{lost}\n")
+
+    def looks() -> list[tuple[str, DeviceAction]]:
+        return [(each.name, each.action) for each in links()]
+
+    links = Links(str(tmp_path))
+    assert looks() == []
+    port("mlx5_0", "4: ACTIVE", 3)
+    port("mlx5_1", "1: DOWN", 0)
+    assert looks() == looks() == looks() == []
+    port("mlx5_0", "2: INIT", 4)
+    was, down = (
+        ("link of mlx5_0:1 was lost", DeviceAction.COUNT),
+        ("link of mlx5_0:1 is down", DeviceAction.DRAIN),
+    )
+    assert looks() == [was]
+    assert looks() == [down] == looks()
+    port("mlx5_0", "4: ACTIVE", 4)
+    assert looks() == []
+    port("mlx5_0", "4: ACTIVE", 5)
+    assert looks() == [was] and looks() == []
+    (tmp_path / "mlx5_0/ports/1/counters/link_downed").unlink()
+    assert looks() == []

@@ -35,7 +35,7 @@ class Asked:
     """One plugin, and what it has said last."""
 
     def __init__(self, plugin: Health) -> None:
-        self.name = f"{getattr(plugin, '__module__', '')}.{getattr(plugin, '__qualname__', plugin)}"
+        self.name = f"{plugin.__module__}.{getattr(plugin, '__qualname__', type(plugin).__qualname__)}"
         self._plugin = plugin
         self._there: set[tuple[str, int]] = set()
 

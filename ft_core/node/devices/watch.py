@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from ft_core import plugins
 from ft_core.node.devices import gpus, nvml
 from ft_core.node.devices.health import Asked
+from ft_core.node.devices.infiniband import Links
 from ft_core.node.devices.xids import ADVICE, Xids, XidSeen
 from ft_core.node.events import DeviceFound
 from ft_core.node.notices.daemon import aside
@@ -40,6 +41,7 @@ class DeviceWatch:
         await asyncio.sleep(every)  # while workers start
         async with asyncio.TaskGroup() as group:
             group.create_task(self._ask_nvml(ours, every))
+            group.create_task(self._ask(Asked(Links()), every))
             try:
                 found = await aside(lambda: plugins.load(plugins.HEALTH))
             except Exception as error:  # it is others' code
