@@ -19,7 +19,7 @@ class Links:
     def __init__(self, root: str = ROOT) -> None:
         self._root = Path(root)
         self._down: Counter[str] = Counter()
-        """Of those that have had one, looks in a row without."""
+        """Ports that have had one, and for how many looks in a row they have had none."""
         self._lost: dict[str, int] = {}
         """How often they have lost it, ever."""
 
