@@ -7,12 +7,15 @@ import ast
 import inspect
 import re
 from collections.abc import Callable, Iterable
+from enum import StrEnum
 from typing import Any
 
 from prometheus_client.metrics_core import Metric
 
 from ft_core.cli.flags import parser
 from ft_core.control import phases
+from ft_core.control.liveness.device_health import CONDITIONS, DRIVER_ADVICE, Verdict
+from ft_core.control.liveness.xid_table import UNKNOWN, XIDS
 from ft_core.control.observe.goodput import Standing
 from ft_core.control.observe.job_metrics import SECONDS, Numbers
 from ft_core.control.observe.metrics import families
@@ -23,6 +26,7 @@ from ft_core.node.metrics import NodeNumbers
 from ft_core.node.metrics import families as node_families
 from ft_core.process.transitions import Transitions
 from ft_core.protocol.goodput import Cause
+from ft_core.protocol.messages import DeviceAction
 from ft_core.worker import states
 from tests.simulation.invariants import Invariant
 
@@ -107,9 +111,34 @@ def invariants() -> str:
 
 def causes() -> str:
     """All that a job's time goes to, by what stands below each member."""
-    found = ast.walk(ast.parse(inspect.getsource(Cause)))
+    return _said(_members(Cause))
+
+
+def xids() -> str:
+    """All, those that are alike in one row."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for number, row in XIDS.items():
+        alike.setdefault((row.what, row.advice, f"`{row.action}`", row.why), []).append(str(number))
+    rows = [(", ".join(numbers), *row) for row, numbers in alike.items()]
+    others = "others", UNKNOWN.what, UNKNOWN.advice, f"`{UNKNOWN.action}`", UNKNOWN.why
+    return table(("XID", "what", "NVIDIA's advice", "here", "why"), [*rows, others])
+
+
+def verdicts(rows: Iterable[tuple[str, Verdict]]) -> str:
+    """What devices report, and what is done."""
+    return table(("", "what", "here"), ((name, row.what, f"`{row.action}`") for name, row in rows))
+
+
+def device_actions() -> str:
+    """All, by what stands below each member."""
+    return _said(_members(DeviceAction))
+
+
+def _members(enum: type[StrEnum]) -> Iterable[tuple[str, str]]:
+    """Each, with what stands below it."""
+    found = ast.walk(ast.parse(inspect.getsource(enum)))
     said = [ast.literal_eval(node.value) for node in found if isinstance(node, ast.Expr)]
-    return _said(zip(Cause, (" ".join(text.split()) for text in said[1:]), strict=True))
+    return zip(enum, (" ".join(text.split()) for text in said[1:]), strict=True)
 
 
 def _said(about: Iterable[tuple[str, str]]) -> str:
@@ -129,6 +158,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "states of a worker": lambda: picture(states.TRANSITIONS),
     "invariants": invariants,
     "causes": causes,
+    "device actions": device_actions,
+    "device conditions": lambda: verdicts((f"`{name}`", row) for name, row in CONDITIONS.items()),
+    "driver advice": lambda: verdicts((str(number), row) for number, row in DRIVER_ADVICE.items()),
+    "xids": xids,
 }
 """By what the pages call them."""
 

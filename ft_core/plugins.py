@@ -18,6 +18,9 @@ PLANNER = "ft_core.planner"
 DOCTOR = "ft_core.doctor"
 """A `ft_core.cli.doctor.case.Framework`: what `ftctl doctor` must know of it."""
 
+HEALTH = "ft_core.health"
+"""A `ft_core.node.devices.health.Health`: called by each agent, for what is wrong with its machine."""
+
 
 @cache
 def packages() -> tuple[str, ...]:

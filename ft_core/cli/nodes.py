@@ -102,4 +102,5 @@ def _print_node(row: NodeStatus, limit: int) -> None:
     for strike in row.strikes:
         of = f"role {strike.role}" if strike.role >= 0 else "the node"
         device = f", device {strike.device}" if strike.device >= 0 else ""
-        print(f"    {strike.age / 60:.1f} min ago: {of}{device}: {strike.fault.value}")
+        what = f" ({strike.signature})" if strike.role < 0 and strike.signature else ""
+        print(f"    {strike.age / 60:.1f} min ago: {of}{device}: {strike.fault.value}{what}")

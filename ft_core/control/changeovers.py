@@ -35,6 +35,15 @@ class Changeovers:
         self._out.emit(*self._notices.heard(self._cluster, node, notice, self._out.now))
         self.follow_notices()
 
+    def sick(self, node: Node, why: str) -> None:
+        """A device of a node is about to fail, or has."""
+        self._notices.sick(self._cluster, node, why, self._out.now)
+        self.follow_notices()
+
+    def forgiven(self, where: str) -> None:
+        """Nothing counts any more against the devices of a machine."""
+        self._notices.forgiven(where)
+
     def told(self, node: Node) -> None:
         """A node has got SIGTERM."""
         self._out.emit(*self._notices.told(self._cluster, node, self._out.now))

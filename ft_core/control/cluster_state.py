@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -294,6 +295,12 @@ class ClusterState:
         """Live nodes that are not used while there are others."""
         places = self.strikes.avoided(now)
         return {name for name in self.nodes if place(name) in places} if places else set()
+
+    def faulted(self, now: float) -> dict[str, int]:
+        """Live nodes with devices that have failed of late, and how many."""
+        count = Counter(where for where, _ in self.strikes.broken(now))
+        found = {name: count[place(name)] for name in self.nodes} if count else {}
+        return {name: devices for name, devices in found.items() if devices}
 
     def compact_catalogue(self) -> Catalogue:
         """The catalogue, as plans have it."""

@@ -159,6 +159,7 @@ class Decisions:
                 cluster.avoided(now),
                 prestart.clears(cluster),
                 self._recovery.escalation,
+                cluster.faulted(now),
             )
 
         outcome = found()

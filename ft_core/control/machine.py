@@ -16,6 +16,7 @@ from ft_core.control.cluster_state import ClusterState, Node, epoch_of
 from ft_core.control.decide.groups import Groups
 from ft_core.control.decide.ladder import EscalationCause
 from ft_core.control.decisions import Decisions
+from ft_core.control.device_findings import DeviceFindings
 from ft_core.control.emitter import Emitter
 from ft_core.control.events import (
     Admitted,
@@ -42,6 +43,7 @@ from ft_core.control.events import (
 from ft_core.control.hang_response import HangResponse
 from ft_core.control.lead import takeover
 from ft_core.control.liveness.hangs.detector import Detector
+from ft_core.control.liveness.strikes import place
 from ft_core.control.node_failures import NodeFailures
 from ft_core.control.observe import ctl
 from ft_core.control.observe.goodput import Account
@@ -97,6 +99,7 @@ class Controller:
         self._hangs = Detector()
         self._hang_response = HangResponse(self._recovery, self._hangs)
         self._changeovers = Changeovers(self._recovery)
+        self._devices = DeviceFindings(self._recovery, self._changeovers)
         self._reports = Reports(self._recovery, self._hangs, self._changeovers)
         self._succession = Succession(self._recovery, self._reports)
         self._worker_failures = WorkerFailures(self._recovery)
@@ -282,6 +285,7 @@ class Controller:
         elif isinstance(message, m.Forgive):
             self._out.emit(*ctl.forgive(self.cluster, peer, message.node, self._out.now))
             self._recovery.strikes_changed = True
+            self._changeovers.forgiven(place(message.node))
         elif isinstance(message, m.DrainNode):
             self._changeovers.drain(peer, message.node)
         elif isinstance(message, m.DescribeRole | m.DescribeFlight):
@@ -386,6 +390,8 @@ class Controller:
                 self._changeovers.told(node)
             case m.Notice():
                 self._changeovers.notice(node, message)
+            case m.DeviceFinding():
+                self._devices.found(node, message)
             case m.Left():
                 self._termination.on_node_left(node)
             case m.RestoreFailed() | m.NoIdleWorker() | m.PausedAtStep() | m.Issued():

@@ -19,6 +19,7 @@ from ft_core.control.decide.ladder import Escalation, EscalationCause, Rung
 from ft_core.control.decide.outcomes import NextEpoch
 from ft_core.control.emitter import Emitter
 from ft_core.control.events import End, PrintConsole
+from ft_core.control.liveness import strikes
 from ft_core.control.liveness.failure_detector import FailureDetector
 from ft_core.control.observe import explain
 from ft_core.control.observe.observations import FailureCounted, ScriptsDone, TimeGoes
@@ -301,10 +302,11 @@ class RecoveryCoordinator:
         if not cluster.strikes.add(strike, now):
             return
         self.strikes_changed = True
-        self.out.emit(FailureCounted(strike.fault, strike.place, domain))
+        if strike.fault not in strikes.FINDINGS:
+            self.out.emit(FailureCounted(strike.fault, strike.place, domain))
         for place in sorted(cluster.strikes.avoided(now) - before):
             count = len(cluster.strikes.against(place, now))
-            reason = explain.avoided(place, count, cluster.settings)
+            reason = explain.avoided(place, count, strike, cluster.settings)
             self.out.record("avoided", reason, node=place)
             log.warning("%s", reason)
 

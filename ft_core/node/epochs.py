@@ -215,6 +215,17 @@ class EpochExecutor:
         """What the controller knows of failures."""
         self._strikes = self.now, strikes
 
+    def _faulted(self) -> set[int]:
+        """Devices of this node that have failed of late, as the controller knows."""
+        here = self.strikes_here()
+        return {s.device for s in here if s.fault in m.DEVICE_FAULTS and s.device >= 0}
+
+    def strikes_here(self) -> list[m.FailureRecord]:
+        """What counts against this node, as the controller knows."""
+        at, kept = self._strikes
+        where, limit = self.about.node.partition("+")[0], 60 * self.settings.strike_minutes
+        return [s for s in kept if s.place == where and s.age + self.now - at <= limit]
+
     # -- from epoch to epoch -----------------------------------------------------------------------
 
     def abort(self, epoch: int) -> None:
@@ -387,7 +398,7 @@ class EpochExecutor:
         """Give the role to an idle worker."""
         self.said.forget([role])
         nproc = self.settings.nproc_per_node
-        if (worker := self.crew.choose(role % nproc, nproc)) is None:
+        if (worker := self.crew.choose(role % nproc, nproc, self._faulted())) is None:
             self.say(m.NoIdleWorker(self.epoch, role))
             return None
         worker.doing, worker.role = WorkerState.PLAYING, role

@@ -113,6 +113,13 @@ class Noticed:
 
 
 @dataclass(frozen=True)
+class DeviceFound:
+    """A device of this node reports something."""
+
+    finding: m.DeviceFinding
+
+
+@dataclass(frozen=True)
 class Replicated:
     """A role's snapshot is verified wherever it must be, as was wanted; `failed`: why it is not."""
 
@@ -214,7 +221,8 @@ class RecordsFound:
 Event = (
     Begin | Connected | NotConnected | FromController | Forked | WorkerReady | FromWorker | WorkerEnded
     | WorkerGone | Signalled | Replicated | StateFetched | DurableDone | VersionWritten | DurableListed
-    | FlightRead | Probed | Examined | PeerAsks | RecordsFound | Noticed | Tick | Terminate | LauncherGone
+    | FlightRead | Probed | Examined | PeerAsks | RecordsFound | Noticed | DeviceFound | Tick | Terminate
+    | LauncherGone
 )  # fmt: skip
 
 

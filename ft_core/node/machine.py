@@ -18,6 +18,7 @@ from typing import assert_never
 from msgspec.structs import replace
 
 from ft_core.node.about import About
+from ft_core.node.devices.reported import Reported
 from ft_core.node.epochs import EpochExecutor
 from ft_core.node.events import (
     AnswerPeer,
@@ -25,6 +26,7 @@ from ft_core.node.events import (
     BecomeSpare,
     Begin,
     Connected,
+    DeviceFound,
     DurableDone,
     DurableListed,
     Effect,
@@ -113,6 +115,7 @@ class Agent:
         """Whether it is to be taken out."""
         self.drained = False
         """Whether it was, and nobody needs it any more."""
+        self._devices = Reported(60 * settings.strike_minutes)
         self._notice: tuple[str, float] | None = None
         """Why this machine is about to go, and when."""
 
@@ -200,6 +203,9 @@ class Agent:
                     (reason, math.inf if seconds is None else self._now + seconds) if reason else None
                 )
                 self._tell_notice()
+            case DeviceFound(finding):
+                if self._devices.add(finding, self._now):
+                    self._post(finding)
             case Tick():
                 self._tick()
             case Terminate():
@@ -241,6 +247,8 @@ class Agent:
         self._post(m.AgentHello(*who, self.epochs.greeting(), said, self.draining, job))
         if self._notice is not None:
             self._tell_notice()
+        for finding in self._devices.again(self._now):
+            self._post(finding)
         if self._termination.under_way:
             self._post(m.Leaving())
 
@@ -342,6 +350,7 @@ class Agent:
                 self._do(ToWorker(number, message))
             case m.KeepStrikes(strikes):
                 self.epochs.keep_strikes(strikes)
+                self._devices.counts(self.epochs.strikes_here())
             case m.SaveVersion():
                 self.epochs.save(message)
             case m.Shutdown(code, drained):

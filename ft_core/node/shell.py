@@ -31,6 +31,8 @@ from ft_core.net import interfaces
 from ft_core.net.transport import TcpTransport
 from ft_core.node import events as e
 from ft_core.node.about import About
+from ft_core.node.devices.watch import DeviceWatch
+from ft_core.node.devices.xids import Xids
 from ft_core.node.link.inquiries import Inquiries, records_of, relay
 from ft_core.node.link.probe import probe
 from ft_core.node.link.pulse import Loop
@@ -135,8 +137,9 @@ class NodeShell:
                 **nccl_environment.completed(os.environ),
             },
         )
-        self.machine = Agent(about, settings, MemoryView(self.store, self.pool, self.replicator))
-        self._watch = Watch(node, self._handle)
+        xids = Xids()
+        self.machine = Agent(about, settings, MemoryView(self.store, self.pool, self.replicator, xids))
+        self._watch, self._devices = Watch(node, self._handle), DeviceWatch(xids, self._handle)
         LOG_CONTEXT.about = lambda: {"node": node, "epoch": self.machine.epochs.epoch}
         self._refusals = Refusals(lambda reason: log.warning("node %s refused: %s", self.node, reason))
         self._events: deque[e.Event] = deque()
@@ -252,6 +255,7 @@ class NodeShell:
         self._tasks.spawn(self._tick())
         self._tasks.spawn(self.ready.serve())
         self._tasks.spawn(self._watch.serve(self.settings.notices, self.settings.size[0]))
+        self._tasks.spawn(self._devices.serve(self.settings.nproc_per_node))
 
     def _fail(self, error: Exception) -> None:
         """An error of this agent's own: its node is lost, rather than there and of no use."""
@@ -280,6 +284,7 @@ class NodeShell:
             while True:
                 stalls.beat()
                 self._loop.turned()
+                self._devices.look()
                 self._handle(e.Tick())
                 if parent.gone():
                     self._handle(e.LauncherGone())
@@ -319,6 +324,7 @@ class NodeShell:
 
     def _worker_ended(self, number: int, pid: int, code: int, version: int) -> None:
         out_of_memory = code == -signal.SIGKILL and self._memory.ended(pid)
+        self._devices.look()  # first, so that it is known where the role had better not go on
         self._handle(e.WorkerEnded(number, code, version, out_of_memory))
         self._tasks.spawn(self._in_thread(orphans.end_of, pid))
 

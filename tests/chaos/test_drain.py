@@ -7,9 +7,11 @@ import random
 import signal
 from pathlib import Path
 
+import nvml_library
 import pytest
 from deepspeed_jobs import Zero
 from harness import Job, Layout, Result, Training, check_identical
+from waiting import wait_for_value
 
 HERE = Path(__file__).parent
 PACED = HERE / "paced.py"
@@ -94,6 +96,33 @@ def test_a_node_that_is_about_to_go_is_drained(how, tmp_path):
         assert 60 < notice["seconds"] <= 90 and "the machine of node node1 goes in" in result.output
     else:
         assert begun["reason"] == "it was told to end (SIGTERM)" and result.of("leaving")
+
+
+@nvml_library.needs_cc
+def test_a_node_whose_memory_errors_grow_is_drained(tmp_path, monkeypatch):
+    """By what NVML says of its GPU: before a worker fails."""
+    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
+    layout, state = Layout(1, 1, 2, distributed=True), tmp_path / "nvml"
+    nvml_library.say(state, gpus=1, uncorrected0=7, pending0=1)
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(nvml_library.build(tmp_path / "lib")))
+    monkeypatch.setenv("FAKE_NVML", str(state))
+    with Job(tmp_path / "job", layout, STEPS, script=PACED) as job:
+        job.wait_for("resumed")
+        job.wait_for("joined", 3)
+        agent, _pid = job.pids(1)
+        asked = Path(f"{state}.{agent}.asked")
+        wait_for_value(asked.exists, True)
+        nvml_library.say(Path(f"{state}.{agent}"), gpus=1, uncorrected0=8, pending0=1)
+        assert job.wait_for("drained")[-1]["node"] == "node1"
+        assert [row["node"] for row in job.status()["roles"]] == ["node0", "node2"]
+        result = job.finish()
+    check_identical(result, layout, STEPS)
+    check_nobody_failed(result)
+    [found] = result.of("device")
+    assert (found["finding"], found["action"], found["roles"]) == ("uncorrected memory errors", "drain", [1])
+    assert (
+        found["said"] == "7 before, 8 now" and "more uncorrected memory errors than before" in result.output
+    )
 
 
 @pytest.mark.timeout(300)

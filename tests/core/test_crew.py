@@ -46,3 +46,25 @@ def test_roles_that_begin_while_a_worker_still_starts_have_a_device_each() -> No
         worker.doing = WorkerState.PLAYING
         devices.append(worker.device)
     assert devices == [0, 1]
+
+
+IDLE, PLAYING, STARTING = WorkerState.IDLE, WorkerState.PLAYING, WorkerState.STARTING
+
+
+@pytest.mark.parametrize(
+    ("workers", "device", "faulted", "takes"),
+    [
+        ([(0, IDLE), (1, IDLE), (-1, IDLE)], 0, {0}, (1, 1)),
+        ([(0, IDLE), (1, IDLE), (-1, IDLE)], 1, {0}, (1, 1)),
+        ([(0, IDLE), (1, STARTING), (-1, IDLE)], 0, {0}, (2, 1)),
+        ([(0, PLAYING), (1, IDLE), (-1, IDLE)], 0, {1}, (2, 1)),  # there is no other
+        ([(0, IDLE), (1, PLAYING), (-1, IDLE)], 0, {0}, (0, 0)),
+        ([(0, IDLE), (1, IDLE)], 0, {0, 1}, (0, 0)),
+        ([(0, IDLE), (1, IDLE)], 2, {0}, (1, 1)),
+    ],
+)
+def test_a_device_that_has_failed_is_used_where_there_is_no_other(
+    workers: list[tuple[int, WorkerState]], device: int, faulted: set[int], takes: tuple[int, int]
+) -> None:
+    worker = crew(*workers).choose(device, 2, faulted)
+    assert worker is not None and (worker.number, worker.device) == takes

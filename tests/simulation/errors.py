@@ -62,6 +62,8 @@ class Errors:
     job: SimJob
     bugs: list[Bug] = field(default_factory=list)
     stray: Stray | None = None
+    sick: set[str] = field(default_factory=set)
+    """Machines with a device that has reported something, or failed."""
     diverged: set[SimWorker] = field(default_factory=set)
     """Who did something else than the others once, and is in no exchange of theirs."""
     _known: set[tuple[int, int]] = field(default_factory=set)
@@ -145,6 +147,10 @@ class Errors:
                 raise Invariant.PLACES.broken(
                     f"{name} has failed {count} times, and role {role} is on it, not on {others}",
                 )
+            if role in before:
+                self._on_a_sound_device(controller, role, name, others)
+            if _machine(home) in self.sick:
+                continue  # others are better
             if self.job.shape.policy != "wait" or home == name or home not in cluster.nodes:
                 continue
             count = self._against(_machine(home), window + _SLACK)
@@ -152,6 +158,18 @@ class Errors:
                 raise Invariant.PLACES.broken(
                     f"role {role} leaves {home}, which has a worker for it and has failed {count} times",
                 )
+
+    def _on_a_sound_device(self, controller: SimController, role: int, name: str, others: list[str]) -> None:
+        """A role was given to a node: is there a device for it that has not failed, or no other?"""
+        cluster, now = controller.machine.cluster, controller.machine._out.now
+        broken = Counter(place for place, _ in cluster.strikes.broken(now))
+        sound = [other for other in others if not broken[_machine(other)] and other not in cluster.draining]
+        here = len(cluster.roles_by_node.get(name, ()))
+        if sound and broken[_machine(name)] and here + broken[_machine(name)] > self.job.shape.per_node:
+            raise Invariant.PLACES.broken(
+                f"role {role} is on {name}, which has {here} roles and {broken[_machine(name)]} devices that "
+                f"have failed, and not on {sound}",
+            )
 
     def _against(self, machine: str, seconds: float, certain: bool = False) -> int:
         """Failures there of late. `certain`: those that each controller must know, and count."""

@@ -336,6 +336,19 @@ def notice(job: SimJob, rng: Random) -> None:
             job.world.at(seconds, lambda: go(node))
 
 
+def sicken(job: SimJob, rng: Random) -> None:
+    """A device reports something, before or after workers die of it, or though none does; or they do, and it
+    says nothing."""
+    if node := some(job, rng):
+        device, xid = rng.randrange(job.shape.per_node), rng.choice((0, 13, 64, 64, 79, 79, 92))
+        dies = rng.choice((0, 0, 1, 1, 2)) if xid else 1
+        job.world.trace(f"device {device} of {node.name}: XID {xid}, {dies} workers die of it")
+        job.errors.sick.add(node.machine_name)
+        node.broken[device] += dies
+        if xid:
+            job.world.at(rng.choice((0.0, 0.3, 3.0)), lambda: node.reports(xid, device))
+
+
 def poison(job: SimJob, rng: Random) -> None:
     """A role's worker dies whenever it has made a certain version: nothing helps against that."""
     if job.poison is None:
@@ -559,6 +572,9 @@ def schedule(job: SimJob, rng: Random) -> float:
     if job.shape.notices:
         faults = faults | {notice: sum(faults.values()) // 2, join: 4}
         moments = (*MOMENTS, "Notice", "Drain", "Prepare", "SendHeartbeat", "NodesChanged")
+    elif job.shape.sick:
+        faults = faults | {sicken: sum(faults.values()) // 2, join: 4}
+        moments = (*MOMENTS, "DeviceFinding", "KeepStrikes", "Drain", "Prepare")
     elif job.shape.drains:
         faults = faults | {drain: sum(faults.values()) // 2, join: 4}
         moments = (*MOMENTS, "Drain", "Prepare", "SendHeartbeat", "NodesChanged")

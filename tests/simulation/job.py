@@ -84,6 +84,8 @@ class Shape:
     """Copies do not keep up with the steps."""
     notices: bool = False
     """As their machines are about to go, and not as somebody asks for it."""
+    sick: bool = False
+    """As devices of theirs report something, or fail."""
     ready: bool = False
     """Standbys start roles ahead of need."""
     relays: bool = False

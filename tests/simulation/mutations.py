@@ -444,6 +444,11 @@ def a_notice_is_heard_once() -> None:
     Notices._begin = mutated  # type: ignore[method-assign]
 
 
+def a_device_that_has_failed_is_like_any_other() -> None:
+    """Its role goes back to it, though there are others."""
+    ClusterState.faulted = lambda self, now: {}  # type: ignore[method-assign]
+
+
 def who_is_drained_is_forgotten_by_a_new_controller() -> None:
     """Nobody tells it."""
     Draining.greeted = lambda self, cluster, node, known: []  # type: ignore[method-assign]
@@ -553,6 +558,7 @@ DRAINED: dict[str, Callable[[], None]] = {
         a_drained_node_is_used_again,
         roles_move_at_any_time,
         a_notice_is_heard_once,
+        a_device_that_has_failed_is_like_any_other,
         who_is_drained_is_forgotten_by_a_new_controller,
     )
 }

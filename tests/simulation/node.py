@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from random import Random
 from typing import TYPE_CHECKING
@@ -51,6 +51,8 @@ class SimNode(Process):
         self.leaving = False
         self.noticed = False
         """Whether its machine is about to go, as it has heard."""
+        self.broken: Counter[int] = Counter()
+        """Devices that are, and how many workers more will die of it."""
         self.vanished = False
         """Whether its machine is no more, and nobody there says that nobody listens."""
         self.store = SimStore()
@@ -302,6 +304,19 @@ class SimNode(Process):
         """Its machine is about to go; without a `reason` it is not any more."""
         self.noticed = bool(reason)
         self.do(lambda: self.handle(ev.Noticed(reason, seconds)))
+
+    def reports(self, xid: int, device: int) -> None:
+        """A device does."""
+        finding = m.DeviceFinding(m.Symptom.XID, xid, device, "", "")
+        self.do(lambda: self.handle(ev.DeviceFound(finding)))
+
+    def breaks(self, number: int) -> bool:
+        """Whether the device of this worker does now, under it."""
+        worker = self.machine.crew.get(number)
+        if worker is None or not self.broken[worker.device]:
+            return False
+        self.broken[worker.device] -= 1
+        return True
 
     def terminate(self) -> None:
         """SIGTERM."""

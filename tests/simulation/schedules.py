@@ -50,6 +50,8 @@ anew, and its script may never do the same again."""
 NOTICED = 9 * 10**7
 """Of each of these eighths, from so far in, and up to that, nodes are drained since their machines
 are about to go; and then they go."""
+SICK = 85 * 10**6
+"""Of each of these eighths, from so far in, and up to that, devices report errors, and workers die of it."""
 RELAYS = 10**9
 """Seeds from this on, or as far below 0, are of jobs in which some nodes speak for others."""
 EVERY = 2 * 10**9
@@ -70,7 +72,8 @@ def simulate(seed: int, world: World | None = None) -> Outcome:
         found = replace(found, every=every) if every < 9 else replace(found, slow=True)
     if drains:
         found = replace(found, spares=found.spares + rng.choice((0, 1, 1, 2)))
-        found = replace(found, notices=NOTICED <= abs(seed) % DERIVES < LADDER)
+        within = abs(seed) % DERIVES
+        found = replace(found, notices=NOTICED <= within < LADDER, sick=SICK <= within < NOTICED)
     job = SimJob(world or World(seed), found)
     return job.run(schedule(job, rng))
 

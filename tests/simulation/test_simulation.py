@@ -11,7 +11,7 @@ import pytest
 from . import node
 from .__main__ import failure, failures
 from .mutations import DERIVED, DRAINED, ELECTED, LADDERS, MUTATIONS, READY_MADE
-from .schedules import DERIVES, DRAINS, EVERY, LADDER, NOTICED, READY, RELAYS, simulate
+from .schedules import DERIVES, DRAINS, EVERY, LADDER, NOTICED, READY, RELAYS, SICK, simulate
 
 SCHEDULES = int(os.environ.get("SCHEDULES", "2000"))
 FAILED_ONCE = {
@@ -154,6 +154,7 @@ FOUND_BY = {
     "roles_move_at_any_time": 500000055,
     "a_drained_node_is_used_again": 500000040,
     "a_notice_is_heard_once": 590000077,
+    "a_device_that_has_failed_is_like_any_other": 585000035,
     "who_is_drained_is_forgotten_by_a_new_controller": 500000219,
     "a_standby_is_ready_for_ever": 250007809,
     "what_a_standby_has_from_records_is_done": 250000106,
@@ -174,6 +175,7 @@ STARTS = {
     "nodes that speak for others": (RELAYS, RELAYS + FEW, -RELAYS - FEW),
     "nodes that are drained": (DRAINS, RELAYS + DRAINS, -DRAINS - FEW),
     "nodes that are about to go": (DRAINS + NOTICED, RELAYS + DRAINS + NOTICED, -DRAINS - NOTICED - FEW),
+    "devices that fail": (DRAINS + SICK, RELAYS + DRAINS + SICK, -DRAINS - SICK - FEW),
     "standbys that start roles ahead of need": (READY, DRAINS + READY, RELAYS + READY, -READY - FEW),
     "the rest is derived": (DERIVES, DRAINS + READY + DERIVES, RELAYS + DERIVES, -DERIVES - FEW),
     "roles begin anew": (LADDER, -LADDER - FEW),
@@ -235,7 +237,7 @@ def test_a_mutation_is_found(name: str) -> None:
 
 @pytest.mark.parametrize("name", DRAINED)
 def test_a_mutation_of_what_keeps_a_drain_from_costing_anything_is_found(name: str) -> None:
-    starts = DRAINS, DRAINS + NOTICED
+    starts = DRAINS, DRAINS + SICK, DRAINS + NOTICED
     check_found(DRAINED[name], *(range(start, start + 5 * SCHEDULES) for start in starts))
 
 

@@ -457,6 +457,8 @@ class SimWorker(Process):
         yield from self._sleep(self._some(job.step))
         if job.errors.due(self):
             yield from self._raise()
+        if self.node.breaks(self.number):
+            yield from self._raise(m.Fault.DEVICE)
         if not self.barrier_first:
             yield from self._commit_wait()
         if job.errors.strays(self):

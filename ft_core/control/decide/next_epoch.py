@@ -43,10 +43,12 @@ def decide(
     avoided: Collection[str] = (),
     clears: bool = False,
     escalation: Escalation | None = None,
+    faulted: Mapping[str, int] | None = None,
 ) -> Outcome:
     """`starting`: places of newcomers that are ready, of replica groups that come back or of roles that move.
     `avoided`: nodes that are used only where there is no other. `clears`: there will be more idle workers.
-    `escalation`: why roles begin anew, if they do."""
+    `escalation`: why roles begin anew, if they do. `faulted`: nodes, and how many of their devices are used
+    only where there is no other."""
     withdrawn = cluster.groups.withdrawn
     places = cluster.places
     if withdrawn:
@@ -62,7 +64,12 @@ def decide(
     capacity = cluster.settings.nproc_per_node
     assign = partial(role_placement.assign, placed, lost=lost, capacity=capacity, copies=near, domains=racks)
     others = {name: count for name, count in idle.items() if name not in cluster.draining}
-    assignment = assign(idle=others, avoided=avoided)
+    sound = _on_sound_devices(cluster, placed, lost, faulted or {})
+    avoided = {*avoided, *(name for name, left in sound.items() if not left)}
+    limited = {name: min(count, sound.get(name) or count) for name, count in others.items()}
+    assignment = assign(idle=limited, avoided=avoided)
+    if assignment.unplaced and limited != others:
+        assignment = assign(idle=others, avoided=avoided)
     if assignment.unplaced and cluster.draining:  # none of those is given a role, but for its own
         own = Counter(places[role] for role in lost)
         idle = others | {name: min(idle[name], own[name]) for name in cluster.draining}
@@ -120,6 +127,15 @@ def decide(
     found = durable(set(roles.values())) or {} if chosen.origin == "durable" else {}
     name = found.get(chosen.version, "") if chosen.version is not None else ""
     return NextEpoch(roles, chosen.version, chosen.origin, chosen.sources, newcomers, name)
+
+
+def _on_sound_devices(
+    cluster: ClusterState, places: Places, lost: Collection[int], faulted: Mapping[str, int]
+) -> dict[str, int]:
+    """For nodes with devices that have failed: how many roles the others of these have room for."""
+    stay = Counter(places[role] for role in places.keys() - set(lost)) if faulted else Counter[str]()
+    capacity = cluster.settings.nproc_per_node
+    return {name: max(0, capacity - devices - stay[name]) for name, devices in faulted.items()}
 
 
 def _takers(cluster: ClusterState, places: Places, lost: Collection[int]) -> Iterator[Node]:

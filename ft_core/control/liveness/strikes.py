@@ -14,7 +14,7 @@ from enum import Enum, auto
 from msgspec.structs import replace
 
 from ft_core.errors import FAILED
-from ft_core.protocol.messages import FailureRecord, Fault, Suspect, WorkerLost
+from ft_core.protocol.messages import DEVICE_FAULTS, FailureRecord, Fault, Suspect, WorkerLost
 
 TRIES = 8
 """Recoveries in a row without a step that nobody had done before, after which the job ends."""
@@ -44,6 +44,8 @@ class Counts(Enum):
     AGAIN = auto()
     """From the second time there on."""
     YES = auto()
+    OUT = auto()
+    """It makes the node one to be avoided, alone."""
 
 
 RULES: dict[Fault, tuple[Retry, Counts]] = {
@@ -66,6 +68,9 @@ RULES: dict[Fault, tuple[Retry, Counts]] = {
     Fault.CRASHED: (Retry.YES, Counts.YES),
     Fault.TERMINATED: (Retry.YES, Counts.NO),
     Fault.NODE: (Retry.YES, Counts.YES),
+    Fault.DEVICE_WARNING: (Retry.YES, Counts.YES),
+    Fault.DEVICE_FAULTY: (Retry.YES, Counts.NO),
+    Fault.DEVICE_CONDEMNED: (Retry.YES, Counts.OUT),
 }
 """What each leads to, while the job trains. Before it does, an exception of the script's ends it."""
 
@@ -77,6 +82,11 @@ _NOT_AGAIN = {
     Fault.DIVERGED: "it cannot take part with the others",
 }
 
+
+FINDINGS = frozenset({Fault.DEVICE_WARNING, Fault.DEVICE_FAULTY, Fault.DEVICE_CONDEMNED})
+"""What devices report, though nothing has failed."""
+APART = 30.0
+"""Seconds between two of them, at least, from one device and of the same."""
 
 FINAL = frozenset({Fault.INTERRUPTED, Fault.REFUSED})
 """What no restart is tried against: somebody wants the job to end, or it cannot even begin."""
@@ -99,12 +109,18 @@ class Strikes:
 
     def add(self, strike: FailureRecord, now: float) -> bool:
         """Whether it is news: a controller that was restarted is told again."""
-        if any(_same(strike, known) for _, known in self._all):
+        if self.knows(strike, now):
             return False
         self._all = sorted([*self._current(now), (now - strike.age, strike)], key=lambda kept: kept[0])[
             -_KEPT:
         ]
         return True
+
+    def knows(self, strike: FailureRecord, now: float) -> bool:
+        """Whether it is here. A device may report the same again later: that is another one."""
+        again = strike.fault in FINDINGS
+        known = (then for then, other in self._all if _same(strike, other))
+        return any(not again or abs(then - now + strike.age) < APART for then in known)
 
     def take(self, strikes: Iterable[FailureRecord], now: float) -> None:
         """What another controller knew."""
@@ -128,7 +144,7 @@ class Strikes:
         return [
             strike
             for at, strike in enumerate(here)
-            if (counts := RULES[strike.fault][1]) is Counts.YES
+            if (counts := RULES[strike.fault][1]) in (Counts.YES, Counts.OUT)
             or (counts is Counts.AGAIN and any(other.fault is strike.fault for other in here[:at]))
             or (counts is Counts.NO and strike.fault is Fault.EXCEPTION and strike.step < 0)
         ]
@@ -137,7 +153,8 @@ class Strikes:
         """Places that are not used while there are others."""
         failures = Counter(strike.place for _, strike in self._all)
         often = (where for where, count in failures.items() if count >= self.limit > 0)
-        return {where for where in often if len(self.against(where, now)) >= self.limit}
+        out = {s.place for _, s in self._current(now) if RULES[s.fault][1] is Counts.OUT}
+        return out | {where for where in often if len(self.against(where, now)) >= self.limit}
 
     def lives(self, node: str, agent: int) -> bool:
         """A node that was taken for lost goes on where it was: that was no failure. Whether it was one."""
@@ -153,9 +170,10 @@ class Strikes:
         return counted
 
     def broken(self, now: float) -> set[tuple[str, int]]:
-        """Devices that have failed of late: place, and index."""
-        known = (strike for _, strike in self._current(now))
-        return {(s.place, s.device) for s in known if s.fault is Fault.DEVICE and s.device >= 0}
+        """Devices that have failed of late: place, and index. What has followed its role to another one, in
+        the same step, was not the device's."""
+        known = [s for _, s in self._current(now) if s.fault in DEVICE_FAULTS and s.device >= 0]
+        return {(s.place, s.device) for s in known if not self._follows(s)}
 
     def places(self) -> set[str]:
         """All of which something is known."""
@@ -227,4 +245,5 @@ def exit_code(lost: WorkerLost) -> int:
 
 
 def _same(a: FailureRecord, b: FailureRecord) -> bool:
-    return (a.place, a.role, a.pid, a.fault) == (b.place, b.role, b.pid, b.fault)
+    same = (a.place, a.role, a.pid, a.fault) == (b.place, b.role, b.pid, b.fault)
+    return same and (a.device, a.signature) == (b.device, b.signature)

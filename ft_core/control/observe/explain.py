@@ -9,7 +9,7 @@ from ft_core.control.cluster_state import ClusterState
 from ft_core.control.decide.ladder import Escalation, Rung
 from ft_core.control.decide.outcomes import NextEpoch, NoStateLeft, NotEnoughWorkers, Outcome
 from ft_core.control.liveness.strikes import TRIES
-from ft_core.protocol.messages import WorkerLost
+from ft_core.protocol.messages import FailureRecord, Fault, WorkerLost
 from ft_core.settings import SAVED, Settings
 
 _FRAMES = re.compile(r'^  File ".*\n(?:    .*\n)*', re.M)
@@ -42,10 +42,13 @@ def script_error(lost: WorkerLost, job_dir: str) -> str:
     return short
 
 
-def avoided(place: str, strikes: int, settings: Settings) -> str:
-    """A node has failed as often as makes it one to be avoided."""
+def avoided(place: str, strikes: int, last: FailureRecord, settings: Settings) -> str:
+    """A node has failed as often as makes it one to be avoided, or has a device that is condemned."""
+    why = f"has failed {strikes} times within {settings.strike_minutes:g} min"
+    if last.fault is Fault.DEVICE_CONDEMNED:
+        why = f"has a device{f' ({last.device})' * (last.device >= 0)} to be repaired, {last.signature}"
     return (
-        f"node {place} has failed {strikes} times within {settings.strike_minutes:g} min: it is not used "
+        f"node {place} {why}: it is not used "
         f"while there is another. Look at it (ftctl nodes), then: ftctl nodes forgive {place}"
     )
 

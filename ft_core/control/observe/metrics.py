@@ -136,7 +136,7 @@ def families(found: Numbers) -> Iterator[Metric]:
     yield below
     devices = GaugeMetricFamily(
         "ft_device_health",
-        "0 for a device that has failed of late; of the others nothing is said.",
+        "0 for a device that has failed of late, or reports that it may; of the others nothing is said.",
         labels=["node", "device"],
     )
     for node, device in sorted(found.broken):

@@ -100,8 +100,19 @@ EVENTS: Mapping[str, Event] = {
             "node": "where that was",
         },
     ),
+    "device": Event(
+        "a device of a node reports something that [leads to something](device_health.md); `roles`: those "
+        "that the node plays",
+        {
+            "node": "which",
+            "device": "its index; -1: not known",
+            "finding": "what, in short: `xid 79`",
+            "action": "what it leads to",
+            "said": "in the driver's words",
+        },
+    ),
     "avoided": Event(
-        "a node has failed so often that it is not used while there is another "
+        "a node has failed so often, or has such a device, that it is not used while there is another "
         "([its record](operations/change.md#a-nodes-record))",
         _NODE,
     ),

@@ -100,6 +100,9 @@ class Story:
             case "notice":
                 left = f" in {record.more['seconds']:,.0f} s" if "seconds" in record.more else " soon"
                 return [f"the machine of node {node} goes{left}: {reason}{_of(record.roles)}"]
+            case "device":
+                of = f"device {record.more['device']} of node {node}"
+                return [f"{of if record.more['device'] != -1 else f'node {node}'}: {reason}"]
             case "draining":
                 return [f"node {node} is taken out ({reason}){_of(record.roles)}"]
             case "drained":

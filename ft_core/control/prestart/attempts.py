@@ -116,7 +116,8 @@ class Prestart:
         room = sum(min(count, capacity - len(hosts.get(n, ()))) for n, count in idle.items())
         if room < cluster.groups.size:
             return []
-        places = cluster.groups.returning(here, idle, capacity, cluster.avoided(now))
+        avoided = cluster.avoided(now) | cluster.faulted(now).keys()
+        places = cluster.groups.returning(here, idle, capacity, avoided)
         return self.begin(cluster, places, now) if places else []
 
     def begin(self, cluster: ClusterState, places: Places, now: float, leaves: str = "") -> list[Effect]:

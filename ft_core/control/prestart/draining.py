@@ -250,7 +250,7 @@ def _room(cluster: ClusterState, going: list[NodeName], avoided: Collection[str]
 
 def _elsewhere(cluster: ClusterState, roles: list[int], now: float) -> Places | None:
     """Places for these on nodes that stay, if there is room."""
-    room = _room(cluster, cluster.draining, cluster.avoided(now))
+    room = _room(cluster, cluster.draining, cluster.avoided(now) | cluster.faulted(now).keys())
     return room.take(roles) if len(roles) <= room.left else None
 
 

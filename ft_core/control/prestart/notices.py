@@ -1,4 +1,5 @@
-"""Nodes whose machines are about to go: by a notice (`node.notices`), or by SIGTERM to a node alone.
+"""Nodes whose machines are about to go: by a notice (`node.notices`), by SIGTERM to a node alone, or since a
+device of theirs is not to be relied on.
 
 Each is drained as if somebody had asked for it. A notice that cannot be followed yet is kept, and tried again
 whenever that may help. SIGTERM is answered: either the node's roles move, or its workers get the signal. All
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 from ft_core.control.cluster_state import ClusterState, Node
 from ft_core.control.events import Effect, Record, Send
+from ft_core.control.liveness.strikes import place
 from ft_core.control.prestart.attempts import Prestart
 from ft_core.control.prestart.draining import Draining, can_shrink
 from ft_core.process.sigterm import GRACE
@@ -35,6 +37,10 @@ class _Going:
     """Whether it has got SIGTERM, and waits for the answer."""
     drained: bool = False
     """Whether it is being drained."""
+    sick: bool = False
+    """Whether a device of its is not to be relied on."""
+    noticed: bool = False
+    """Whether somebody announces its machine's end, and may take that back."""
     why_not: str = ""
     """What was said last of why it is not."""
 
@@ -49,7 +55,9 @@ class Notices:
         """A node says that its machine is about to go; or not any more, and then a drain goes on."""
         known = self._going.get(node.name)
         if not notice.reason:
-            if known is not None and not known.told:
+            if known is not None and known.sick:
+                known.deadline, known.noticed = math.inf, False
+            elif known is not None and not known.told:
                 del self._going[node.name]
             return []
         deadline = math.inf if notice.seconds is None else now + notice.seconds
@@ -57,9 +65,25 @@ class Notices:
             known.deadline = deadline
             return []
         told, drained = known is not None and known.told, node.name in cluster.draining
-        self._going[node.name] = _Going(notice.reason, deadline, now, told, drained)
+        sick = known is not None and known.sick
+        self._going[node.name] = _Going(notice.reason, deadline, now, told, drained, sick, noticed=True)
         roles = tuple(cluster.roles_by_node.get(node.name, ()))
         return [Record("notice", cluster.epoch, notice.reason, roles, _more(node.name, notice.seconds))]
+
+    def sick(self, cluster: ClusterState, node: Node, why: str, now: float) -> None:
+        """A device of a node is not to be relied on; said again, that is known."""
+        if (known := self._going.get(node.name)) is not None:
+            known.sick = True
+        elif node.name not in cluster.draining:
+            self._going[node.name] = _Going(why, math.inf, now, sick=True)
+
+    def forgiven(self, where: str) -> None:
+        """Somebody has looked at that machine: its devices are no reason any more. What has begun goes on."""
+        for name, going in list(self._going.items()):
+            if place(name) == where and going.sick:
+                going.sick = False
+                if going.deadline == math.inf and not (going.told or going.drained or going.noticed):
+                    del self._going[name]
 
     def told(self, cluster: ClusterState, node: Node, now: float) -> list[Effect]:
         """A node has got SIGTERM."""

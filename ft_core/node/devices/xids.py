@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, deque
+from typing import NamedTuple
 
 from ft_core.node.devices.kernel_log import PATH, KernelLog
 
-_XID = re.compile(r"NVRM: Xid \([^)]*\): (\d{1,4})\b")
+_XID = re.compile(r"NVRM: Xid \(([^)]*)\): (\d{1,4})\b([^\n]*)")
+ADVICE = 154
+"""That by which the driver says that its own advice has changed."""
 MOST = 64
 """Numbers that are told apart; there are some 170."""
+_WAITING = 64
+"""Errors that are kept until somebody asks for them, the newest."""
+
+
+class XidSeen(NamedTuple):
+    """One error."""
+
+    number: int
+    bus: str
+    """Where the GPU is, as the driver writes it: `0000:3b:00`."""
+    text: str
+    """The rest of the line."""
 
 
 class Xids:
@@ -18,11 +33,26 @@ class Xids:
     def __init__(self, kernel_log: str = PATH) -> None:
         self._log = KernelLog(kernel_log)
         self._counts: Counter[int] = Counter()
+        self._new: deque[XidSeen] = deque(maxlen=_WAITING)
 
     def counts(self) -> dict[int, int]:
         """By number, how often."""
-        for record in self._log.records():
-            for found in _XID.findall(record):
-                if int(found) in self._counts or len(self._counts) < MOST:
-                    self._counts[int(found)] += 1
+        self._read()
         return dict(self._counts)
+
+    def new(self) -> list[XidSeen]:
+        """Those that nobody has asked for yet."""
+        self._read()
+        found = list(self._new)
+        self._new.clear()
+        return found
+
+    def _read(self) -> None:
+        for record in self._log.records():
+            for bus, found, text in _XID.findall(record):
+                number = int(found)
+                if number in self._counts or len(self._counts) < MOST:
+                    self._counts[number] += 1
+                self._new.append(
+                    XidSeen(number, bus.removeprefix("PCI:").partition(" ")[0], text.strip(" ,"))
+                )

@@ -19,9 +19,9 @@ from ft_core.state.store import NodeStore
 class MemoryView:
     """Reads it at each call."""
 
-    def __init__(self, store: NodeStore, pool: WorkerPool, replicator: Replicator) -> None:
+    def __init__(self, store: NodeStore, pool: WorkerPool, replicator: Replicator, xids: Xids) -> None:
         self._store, self._pool, self._replicator = store, pool, replicator
-        self._own_times, self._xids = OwnTimes(), Xids()
+        self._own_times, self._xids = OwnTimes(), xids
 
     def words(self, worker: int) -> Words:
         if (control := self._pool.control(worker)) is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -162,17 +162,19 @@ class WorkerTable:
         found = (worker for worker in self._workers.values() if worker.doing is WorkerState.IDLE)
         return sorted(found, key=lambda worker: (worker.device < 0, worker.number))
 
-    def choose(self, device: int, devices: int) -> Worker | None:
+    def choose(self, device: int, devices: int, faulted: Collection[int] = ()) -> Worker | None:
         """An idle worker: that of this device, or a standby, which takes this device or the first one that is
-        not in use; at last that of another device."""
+        not in use; at last that of another device. `faulted`: devices that are used only where there is no
+        other."""
         if not (idle := self.idle()):
             return None
-        wanted = (worker for kind in (device, -1) for worker in idle if worker.device == kind)
-        worker = next(wanted, idle[0])
+        free = set(range(devices)) - {other.device for other in self.playing()}
+        sound = free.difference(faulted) or free
+        away = device in faulted and device not in sound
+        order = [*sorted(sound), -1] if away else [device, -1, *sorted(sound)]
+        worker = next((worker for kind in order for worker in idle if worker.device == kind), idle[0])
         if worker.device < 0:
-            used = {other.device for other in self.playing()}
-            free = set(range(devices)) - used
-            worker.device = device if device in free else min(free, default=device)
+            worker.device = device if device in sound else min(sound, default=device)
         return worker
 
     def __iter__(self) -> Iterator[Worker]:

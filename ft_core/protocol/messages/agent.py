@@ -28,6 +28,7 @@ from ft_core.protocol.messages.values import (
     Addresses,
     CheckpointName,
     Counts,
+    DeviceAction,
     Epoch,
     FailureRecord,
     Fault,
@@ -49,6 +50,7 @@ from ft_core.protocol.messages.values import (
     Session,
     Setting,
     Size,
+    Symptom,
     Term,
     Value,
     Version,
@@ -270,6 +272,27 @@ class Notice(Message, frozen=True):
     seconds: float | None
 
 
+class DeviceFinding(Message, frozen=True):
+    """A device of the node reports something. `number`: which, where the symptom has several; else 0.
+    `device`: its index, -1 where that is not known; `bus`: where it is. `text`: in its driver's words. `age`:
+    seconds since, where it is said again. `name`, `action`: of `Symptom.OTHER` alone."""
+
+    symptom: Symptom
+    number: Number
+    device: Number
+    bus: str
+    text: str
+    age: float = 0.0
+    name: str = ""
+    action: DeviceAction = DeviceAction.NOTHING
+
+    @property
+    def signature(self) -> str:
+        """By which its `FailureRecord` is known again."""
+        which = self.name or self.number
+        return f"{self.symptom} {which}" if which else str(self.symptom)
+
+
 class Leaving(Message, frozen=True):
     """SIGTERM has come to a node."""
 
@@ -313,7 +336,7 @@ SaidAgain = OfRole | Configure | Trained
 FromAgent = (
     AgentHello | HoldingsChanged | Heartbeat | Idle | OfRole | FromRole
     | Configured | Hosts | NodesProbed | DurableNames | DurableWritten | DurableFailed | VersionSaved
-    | RoleState | Flights | RoleFlight | Notice | Leaving | Left | KeptState
+    | RoleState | Flights | RoleFlight | Notice | DeviceFinding | Leaving | Left | KeptState
 )  # fmt: skip
 
 

@@ -232,6 +232,52 @@ class Fault(StrEnum):
     """It was told to end: by SIGTERM, SIGINT or SIGHUP, or by this job's controller."""
     NODE = "node"
     """The whole node was lost."""
+    DEVICE_WARNING = "device_warning"
+    """Nothing has failed: a device has reported something that counts (`DeviceFinding`)."""
+    DEVICE_FAULTY = "device_faulty"
+    """The same, after which others are preferred to it."""
+    DEVICE_CONDEMNED = "device_condemned"
+    """The same, and it is not to be used again before it is repaired."""
+
+
+DEVICE_FAULTS = frozenset({Fault.DEVICE, Fault.DEVICE_FAULTY, Fault.DEVICE_CONDEMNED})
+"""After these a device is given to no role while there is another."""
+
+
+class DeviceAction(StrEnum):
+    """What is done about what a device reports, the mildest first."""
+
+    NOTHING = "nothing"
+    """It stands in `ft_xid_total`."""
+    COUNT = "count"
+    """A strike against its node: as often as `--ft-strikes` says, and the node is avoided."""
+    ELSEWHERE = "elsewhere"
+    """The device is given to no role while there is another: once its worker ends, the role moves."""
+    DRAIN = "drain"
+    """The same; and its node is drained, so that roles leave before they fail."""
+    CONDEMN = "condemn"
+    """The same; and its node is avoided at once, as after too many strikes."""
+
+
+class Symptom(StrEnum):
+    """What a device reports. `control.liveness.device_health` says what each leads to."""
+
+    XID = "xid"
+    """An error, by the driver's number."""
+    ADVICE = "driver advice"
+    """What the driver says is to be done, by its number."""
+    UNCORRECTED = "uncorrected memory errors"
+    """There are more of them than before."""
+    REMAPPING = "remapping pending"
+    """A memory row is to be remapped, since this job looks."""
+    REMAP_FAILED = "remapping failed"
+    """A memory row could not be remapped, whenever that was."""
+    RETIRING = "page retirement pending"
+    """A memory page is to be retired, since this job looks."""
+    LOST = "lost"
+    """The driver does not reach it any more."""
+    OTHER = "health"
+    """A plugin's, by the name that it has given, with what it wants to be done."""
 
 
 class FailureRecord(Value, frozen=True):

@@ -1,0 +1,57 @@
+"""Which of this machine's GPUs are the job's, by where they are on the bus."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+LISTED = "/proc/driver/nvidia/gpus"
+"""NVIDIA's driver has a directory for each GPU there, called by its place on the bus."""
+
+
+def by_bus(devices: int, visible: str | None, listed: str = LISTED) -> dict[str, int] | None:
+    """Place on the bus -> index, of the `devices` that this node's workers use. None where that is not known.
+
+    `visible`: CUDA_VISIBLE_DEVICES, if it is set. GPUs are numbered in the order of the bus, as CUDA does
+    where all are alike. May take as long as a sick driver does.
+    """
+    try:
+        found = sorted(os.listdir(listed))
+    except OSError:
+        return None
+    if visible is None:
+        return {_plain(bus): index for index, bus in enumerate(found[:devices])}
+    ids = _ids(found, listed) if "GPU-" in visible else {}
+    places: dict[str, int] = {}
+    for wanted in visible.split(","):
+        bus = _one(wanted.strip(), found, ids)
+        if bus is None:
+            return None
+        places[_plain(bus)] = len(places)
+    return {bus: index for bus, index in places.items() if index < devices}
+
+
+def _one(wanted: str, found: list[str], ids: Mapping[str, str]) -> str | None:
+    """The GPU of one entry: its number, or the beginning of its id."""
+    if wanted.isdecimal():
+        return found[int(wanted)] if int(wanted) < len(found) else None
+    those = [bus for known, bus in ids.items() if wanted.startswith("GPU-") and known.startswith(wanted)]
+    return those[0] if len(those) == 1 else None
+
+
+def _ids(found: list[str], listed: str) -> dict[str, str]:
+    """By id, where it is."""
+    ids = {}
+    for bus in found:
+        with contextlib.suppress(OSError):
+            for line in Path(listed, bus, "information").read_text(errors="replace").splitlines():
+                if line.startswith("GPU UUID:"):
+                    ids[line.partition(":")[2].strip()] = bus
+    return ids
+
+
+def _plain(bus: str) -> str:
+    """Without the function: as in the driver's messages."""
+    return bus.partition(".")[0].lower()

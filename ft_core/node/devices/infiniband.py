@@ -1,0 +1,45 @@
+"""Whether this machine's InfiniBand ports, and RoCE ones, still have a link: a `health.Health`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from ft_core.node.devices.health import Condition
+from ft_core.protocol.messages import DeviceAction
+
+ROOT = "/sys/class/infiniband"
+DOWN = 2
+"""Looks in a row in which a port has no link before it is taken for gone: cables and switches come back."""
+
+
+class Links:
+    """Those ports that have had a link since somebody looks: others may not be in use."""
+
+    def __init__(self, root: str = ROOT) -> None:
+        self._root = Path(root)
+        self._down: Counter[str] = Counter()
+        """Ports that have had one, and for how many looks in a row they have had none."""
+        self._lost: dict[str, int] = {}
+        """How often they have lost it, ever."""
+
+    def __call__(self) -> list[Condition]:
+        """What is wrong now."""
+        found = []
+        for state in sorted(self._root.glob("*/ports/*/state")):
+            name = f"{state.parts[-4]}:{state.parts[-2]}"
+            try:
+                said, lost = state.read_text(), int((state.parent / "counters/link_downed").read_text())
+            except (OSError, ValueError):
+                continue  # it is not there any more, or counts nothing
+            if "ACTIVE" in said:
+                self._down[name] = 0
+            elif name in self._down:
+                self._down[name] += 1
+            if self._down.get(name, 0) >= DOWN:
+                found.append(Condition(f"link of {name} is down", DeviceAction.DRAIN, text=said))
+            if lost > self._lost.get(name, lost):
+                text = f"{lost} times by now"
+                found.append(Condition(f"link of {name} was lost", DeviceAction.COUNT, text=text))
+            self._lost[name] = lost
+        return found

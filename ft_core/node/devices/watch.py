@@ -1,0 +1,85 @@
+"""Looks at this node's devices for as long as its agent lives. Nothing here waits for a device."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+
+from ft_core import plugins
+from ft_core.node.devices import gpus, nvml
+from ft_core.node.devices.health import Asked
+from ft_core.node.devices.infiniband import Links
+from ft_core.node.devices.xids import ADVICE, Xids, XidSeen
+from ft_core.node.events import DeviceFound
+from ft_core.node.notices.daemon import aside
+from ft_core.node.notices.notice import plain
+from ft_core.protocol.messages import DeviceFinding, Symptom
+
+log = logging.getLogger(__name__)
+
+EVERY = 5.0
+"""Seconds between two looks at what NVML, or a plugin, says."""
+_ADVISED = re.compile(r"\bto 0x([0-9a-fA-F]{1,8})\b")
+
+
+class DeviceWatch:
+    """What the devices of one node report."""
+
+    def __init__(self, xids: Xids, heard: Callable[[DeviceFound], None]) -> None:
+        self._xids, self._heard = xids, heard
+        self._ours: Mapping[str, int] | None = None
+        """Place on the bus -> index; None where that is not known (yet)."""
+
+    async def serve(self, devices: int, every: float = EVERY) -> None:
+        """Find out which GPUs are this node's, and ask NVML of them, if there is any, and all plugins, until
+        this is cancelled. `devices`: how many its workers use."""
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        ours = self._ours = await aside(lambda: gpus.by_bus(devices, visible))
+        await asyncio.sleep(every)  # while workers start
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._ask_nvml(ours, every))
+            group.create_task(self._ask(Asked(Links()), every))
+            try:
+                found = await aside(lambda: plugins.load(plugins.HEALTH))
+            except Exception as error:  # it is others' code
+                log.warning("no plugin for health is asked (entry points %s): %r", plugins.HEALTH, error)
+                return
+            for plugin in found:
+                group.create_task(self._ask(Asked(plugin), every))
+
+    async def _ask_nvml(self, ours: Mapping[str, int] | None, every: float) -> None:
+        library = await aside(lambda: nvml.opened(ours))
+        while library is not None:
+            for finding in await aside(library.look):
+                self._heard(DeviceFound(finding))
+            await asyncio.sleep(every)
+
+    async def _ask(self, asked: Asked, every: float) -> None:
+        while True:
+            try:
+                found = await aside(asked.news)
+            except Exception as error:  # it is others' code
+                log.warning("%s has failed, and is not asked for health any more: %r", asked.name, error)
+                return
+            for finding in found:
+                self._heard(DeviceFound(finding))
+            await asyncio.sleep(every)
+
+    def look(self) -> None:
+        """Whether anything has been reported. Never waits."""
+        for seen in self._xids.new():
+            if (finding := self._finding(seen)) is not None:
+                self._heard(DeviceFound(finding))
+
+    def _finding(self, seen: XidSeen) -> DeviceFinding | None:
+        """None of another job's GPU."""
+        device = -1 if self._ours is None else self._ours.get(seen.bus.lower())
+        if device is None:
+            return None
+        symptom, number = Symptom.XID, seen.number
+        if number == ADVICE and (advised := _ADVISED.search(seen.text)):
+            symptom, number = Symptom.ADVICE, int(advised[1], 16)
+        return DeviceFinding(symptom, number, device, plain(seen.bus), plain(seen.text))
