@@ -17,7 +17,7 @@ class Loop:
         self._session = session
         self._step = 0
         self._newest = 0
-        self._repeated = False
+        self._repeated = self._entered = False
         self._doubtful = -1
         """The newest step whose line another worker may have written."""
         self.inherited: Any = None
@@ -74,11 +74,12 @@ class Loop:
 
         Returns whether this process has not been there.
         """
-        newcomer = self.step > self._newest
+        assert self._session is not None
+        newcomer = self.step > self._newest or (self._session.joining and not self._entered)
+        self._entered = True
         if newcomer:
             # A worker that takes a role over may find a step complete whose line nobody has logged.
             self.inherited = result
-            assert self._session is not None
             self._newest, self._doubtful = self.step, self.step + 2 * self._session.every - 1
         return newcomer
 

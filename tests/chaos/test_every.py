@@ -10,7 +10,7 @@ ITERATIONS = 18
 EVERYWHERE = (
     "3@startup:0:worker",
     "0@forward:2",
-    "3@backward:4:worker",
+    "2@backward:4:worker",
     "0@gradients:6:worker",
     "3@optimizer:8",
     "0@gather:10:worker",
