@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch.distributed as dist
+
 from ft_core.worker.session import Session
 
 
@@ -53,6 +55,14 @@ class Loop:
     def injecting(self) -> bool:
         """Whether faults are injected, so that the loop should install its injection points."""
         return self._session is not None and self._session.injecting
+
+    def secure(self) -> None:
+        """Before the script saves a checkpoint of its own: from here on no recovery goes back to before
+        `step`, so that none is written once more. Every rank calls it after the same `step_done`."""
+        if self._session is not None:
+            self._session.secure()
+            dist.barrier()  # so have all
+            self._session.exchanged()
 
     def tell_loss(self, loss: float) -> None:
         """For the job's page, if this is a job: see `Session.tell_loss`."""
