@@ -122,6 +122,13 @@ def test_what_is_not_saved_is_said_and_ends_the_job_alike(what: str) -> None:
     assert why[what] in job.records_of("not_saved")[0].reason and why[what] in job.said[-1]
 
 
+@pytest.mark.parametrize(("every", "before"), [(1, "the one before"), (3, "one up to 5 before")])
+def test_how_old_what_was_not_saved_may_be(every: int, before: str) -> None:
+    job = ending(every=every)
+    lists(job, error="Stale file handle")
+    assert f"the newest version, of step 2 or {before}, is not saved: " in job.said[-1]
+
+
 def test_what_a_lost_node_had_is_written_where_its_copies_are() -> None:
     job = begun(policy="stop")
     job["node0"].replicas = {job.segment(1): [1]}

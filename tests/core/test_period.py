@@ -150,6 +150,14 @@ def test_numbers_that_are_none(every: int) -> None:
         Settings(2, 1, Command("train.py"), every=every).check()
 
 
+def test_a_script_may_say_what_is_left_open() -> None:
+    """`--ft-every auto` is the default, whoever writes it; a number is one."""
+    given = {"given": ["every"]}
+    assert Settings(2, 1, Command("train.py"), **given).configured({"every": 1}, "the script").every == 1
+    with pytest.raises(ConfigError, match="--ft-every 2 of ftrun contradicts the script"):
+        Settings(2, 1, Command("train.py"), every=2, **given).configured({"every": 1}, "the script")
+
+
 def test_it_does_not_go_with_groups_that_leave() -> None:
     with pytest.raises(ConfigError, match="shrink"):
         Settings(2, 1, Command("train.py"), every=2, policy="shrink").check()
