@@ -214,7 +214,7 @@ class MegatronAdapter:
         tensor_parallel.get_cuda_rng_tracker().set_states(envelope["tracker"])
 
     def _check_layout(self, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> None:
-        """Main parameters are known by their places alone: another model's, on storage, might go in as well."""
+        """Main parameters are known by their places alone, so those of another model might fit as well."""
         own = {name: main.shape for name, main, *_ in self._main_parameters(self._optimizers)}
         shapes = {name: parameter.shape for name, parameter in self._parameters()}
         other = own.keys() ^ scalars.keys()
