@@ -358,6 +358,9 @@ class RecoveryCoordinator:
         phase, now = self.phase, self.out.now
         if isinstance(phase, Done) or (isinstance(phase, Saving) and not at_once):
             return
+        if isinstance(phase, Rebuilding) and self.cluster.plan is not None and code and not at_once:
+            phase.ends = phase.ends or (code, reason, shown)  # what there is to save will be known
+            return
         if code:
             self.out.emit(PrintConsole(f"ftrun: the job stops: {shown or reason}", "ERROR"))
         if at_once or code == 0 or not self._has_something_to_save():
