@@ -233,7 +233,8 @@ class Settings:
             own = getattr(self, name)
             if type(value) is not type(own):  # not isinstance: true is no number
                 raise ConfigError(f"{source}: {name} must be {type(own).__name__}, got {value!r}")
-            if name in self.given and value != own:
+            is_open = name == "every" and own == AUTO
+            if name in self.given and value != own and not is_open:
                 raise ConfigError(
                     f"{FLAGS[name]} {own} of ftrun contradicts {source}, which says {name} {value}: "
                     "leave one of the two out, or make them equal"

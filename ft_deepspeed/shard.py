@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ft_core.adapter import StateTensor
+from ft_core.errors import ConfigError
 from ft_core.state.optimizer import restore_state
 from ft_deepspeed.parts import Part
 from ft_deepspeed.zero import Master
@@ -87,6 +88,22 @@ class Shard:
                 tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
                 on_host += [f"{master.name}.{k}" for k, v in tensors.items() if v.device.type == "cpu"]
         return {"scalars": scalars, "on_host": on_host}
+
+    def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raises ConfigError for what another model has saved, or another layout: masters are known by their
+        places alone, so those might fit as well."""
+        own = {master.name: master.tensor.shape for master in self._masters}
+        for full, tensor in tensors.items():
+            kind, _, name = full.partition(".")
+            if kind == "optimizer":
+                same = name.rpartition(".")[0] in own
+            else:
+                same = kind != "master" or own.get(name) == tensor.shape
+            if not same:
+                raise ConfigError(
+                    f"what was saved is of another model or another configuration of ZeRO: {full} differs; "
+                    "go on with those that it was saved with, or give another durable directory"
+                )
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, torch.Tensor], envelope: Mapping[str, Any]) -> bool:

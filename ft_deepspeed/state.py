@@ -172,8 +172,10 @@ class DeepSpeedAdapter:
     def restore(self, tensors: Mapping[str, torch.Tensor], envelope: Any) -> None:
         """Copy a snapshot into the live objects; optimizer state that is not there yet is made.
 
-        It may be lean or full, whatever this job's are: a durable checkpoint is that of another job.
+        It may be lean or full, whatever this job's are: a durable checkpoint is that of another job. Raises
+        ConfigError, before anything is changed, for one of another model.
         """
+        self._shard.check(tensors)
         flats = self._layout.flats
         self.lacks_weights = any(name not in tensors for name, _, _ in flats)
         for name, tensor, _ in [*([] if self.lacks_weights else flats), *self._layout.parameters]:

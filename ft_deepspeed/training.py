@@ -20,7 +20,7 @@ from ft_core.kept import Kept
 from ft_core.state import rng
 from ft_core.worker import session
 from ft_core.worker.loop import Loop
-from ft_deepspeed import boundary
+from ft_deepspeed import boundary, patched
 from ft_deepspeed.config import SECTION
 from ft_deepspeed.module_state import ModuleState, scripts
 from ft_deepspeed.state import DeepSpeedAdapter
@@ -47,6 +47,8 @@ class ProtectedTraining(Loop):
         super().__init__(session.current() if enabled else None)
         self._engine = engine
         self._state: LoopState | None = None
+        self._trains = False
+        """Whether the function given to `run` is under way."""
         if not enabled:
             return
         if self._session is None:
@@ -62,6 +64,7 @@ class ProtectedTraining(Loop):
             )
         self._state = LoopState(engine, self._session.lean)
         boundary.install(engine, self._session)
+        patched.RESUMPTION.wrap(self._secured, of=engine)
         self._session.point("startup")
 
     @property
@@ -82,6 +85,16 @@ class ProtectedTraining(Loop):
             self._session.step_done()
         self._has_done()
 
+    def _secured(self, save: Callable[..., Any]) -> Callable[..., Any]:
+        """The engine's `save_checkpoint`, which all ranks call."""
+
+        def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            if self._trains:
+                self.secure()
+            return save(*args, **kwargs)
+
+        return save_checkpoint
+
     def run(self, train: Callable[[], Result]) -> Result:
         """Run `train` to its end, through any number of recoveries, and return what it returns.
 
@@ -96,7 +109,11 @@ class ProtectedTraining(Loop):
 
         def entered() -> Result:
             self._enters(state.result)
-            return train()
+            self._trains = True
+            try:
+                return train()
+            finally:
+                self._trains = False
 
         return self._session.protect(state, entered, self._engine.global_steps)
 

@@ -179,7 +179,11 @@ class MegatronAdapter:
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, torch.Tensor], envelope: Any) -> None:
-        """Copy a snapshot into the live objects; optimizer state that is not there yet is made."""
+        """Copy a snapshot into the live objects; optimizer state that is not there yet is made.
+
+        Raises ConfigError, before anything is changed, for one of another model or parallel layout.
+        """
+        self._check_layout(tensors, envelope["scalars"])
         self._incomplete = False
         for name, parameter in self._parameters():
             if (saved := tensors.get(name)) is not None:
@@ -208,6 +212,20 @@ class MegatronAdapter:
             dealer.restore(self._deals[index] if index < len(self._deals) else None)
         rng.restore(envelope["rng"])
         tensor_parallel.get_cuda_rng_tracker().set_states(envelope["tracker"])
+
+    def _check_layout(self, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> None:
+        """Main parameters are known by their places alone, so those of another model might fit as well."""
+        own = {name: main.shape for name, main, *_ in self._main_parameters(self._optimizers)}
+        shapes = {name: parameter.shape for name, parameter in self._parameters()}
+        other = own.keys() ^ scalars.keys()
+        other |= {name for name in tensors if name.startswith("model.")} - shapes.keys()
+        shapes |= {f"{name}.main": shape for name, shape in own.items()}
+        other |= {name for name, shape in shapes.items() if name in tensors and tensors[name].shape != shape}
+        if other:
+            raise ConfigError(
+                f"what was saved is of another model or parallel layout: {min(other)} and {len(other) - 1} "
+                "others differ; go on with the flags that it was saved with, or give another --ft-durable-dir"
+            )
 
     def restore_optimizers(
         self, optimizers: list[Any], tensors: Mapping[str, torch.Tensor], envelope: Any

@@ -175,6 +175,8 @@ class EnteredLoop:
     dp: int = 2
     entered: str = ""
     """A file that says with which steps it was entered."""
+    checkpoints: str = ""
+    """Where it saves every fifth step."""
 
     def __str__(self) -> str:
         return f"entered-zero{self.stage}-dp{self.dp}-gas{self.gas}"
@@ -192,7 +194,10 @@ class EnteredLoop:
         section = {"fault_tolerance": {"enabled": True, "in_place": False}} if protected else {}
         path = write_config(str(self) + "-loop" * protected, config | section, protected=False)
         flags = [f"--deepspeed_config={path}", f"--train-iters={iterations}", *["--ft"] * protected]
-        return [*flags, *[f"--entered={self.entered}"] * bool(self.entered and protected)]
+        if protected:
+            flags += [f"--entered={self.entered}"] * bool(self.entered)
+            flags += [f"--checkpoints={self.checkpoints}"] * bool(self.checkpoints)
+        return flags
 
     def environment(self) -> dict[str, str]:
         return variables()

@@ -231,6 +231,7 @@ def survives(
     directory: Path,
     *flags: str,
     spares: int = 1,
+    ftrun: tuple[str, ...] = (),
 ) -> Result:
     """Killed in all these places, it logs and saves what it does undisturbed, with all that survived.
 
@@ -239,9 +240,8 @@ def survives(
     expected, saved = directory / "expected", directory / "saved"
     text = reference(training, iterations, directory / "plain", *flags, "--save", str(expected))
     job_dir, flags = directory / "job", (*flags, "--save", str(saved))
-    ftrun = ("--respawn", "--ft-inject", ",".join(injected))
-    about = {"spares": spares, "ftrun": ftrun, "flags": flags}
-    with Job(job_dir, training, iterations, nproc=2, **about) as job:
+    about = {"ftrun": ("--respawn", *ftrun, "--ft-inject", ",".join(injected)), "flags": flags}
+    with Job(job_dir, training, iterations, nproc=2, spares=spares, **about) as job:
         result = job.finish(timeout=240)
     check_log(result, text)
     check_survivors(result, training.world)

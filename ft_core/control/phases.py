@@ -36,9 +36,8 @@ class Rebuilding:
     """Failures, with their roles, that were heard of before it was known where all roles are."""
     left: tuple[Collection[str], bool] | None = None
     """Nodes of the plan that have not come, and whether others have all that they had."""
-    end: tuple[int, str, str] | None = None
-    """With what the job ends once it is known what its nodes hold, as `RecoveryCoordinator.end_job` takes it:
-    what is in memory is written first."""
+    ends: tuple[int, str, str] | None = None
+    """Exit code, reason, and what is shown of it, where the job is to end once what it leaves is known."""
 
 
 @dataclass

@@ -232,7 +232,7 @@ class RecoveryCoordinator:
         cluster, out, about = self.cluster, self.out, cause.about
         if isinstance(self.phase, Done):
             return
-        if isinstance(self.phase, Saving) or (isinstance(self.phase, Rebuilding) and self.phase.end):
+        if isinstance(self.phase, Saving) or (isinstance(self.phase, Rebuilding) and self.phase.ends):
             self.fail(cause.reason, cause.roles, **about)
             return
         if self.escalation is not None and not isinstance(self.phase, Running):  # they begin anew already
@@ -360,8 +360,8 @@ class RecoveryCoordinator:
         phase, now = self.phase, self.out.now
         if isinstance(phase, Done) or (isinstance(phase, Saving) and not at_once):
             return
-        if isinstance(phase, Rebuilding) and code and self.cluster.trained and not at_once:
-            phase.end = phase.end or (code, reason, shown)
+        if isinstance(phase, Rebuilding) and self.cluster.plan is not None and code and not at_once:
+            phase.ends = phase.ends or (code, reason, shown)  # what there is to save will be known
             return
         if code:
             self.out.emit(PrintConsole(f"ftrun: the job stops: {shown or reason}", "ERROR"))

@@ -97,8 +97,8 @@ class Succession:
         recovery.tell_of_nodes()
         out.send_to_all(recovery.delivery.nodes_without_roles())
         recovery.strikes_changed = True
-        if phase.end is not None:
-            recovery.end_job(*phase.end)
+        if phase.ends is not None:
+            recovery.end_job(*phase.ends)
         elif dead or phase.undone or takeover.unbegun(cluster, plan) or cluster.epoch > plan.epoch:
             why = "lost while the controller was away" if dead else "recovery was under way"
             recovery.fail(why, dead)

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch.distributed as dist
+
 from ft_core.worker.session import Session
 
 
@@ -17,7 +19,7 @@ class Loop:
         self._session = session
         self._step = 0
         self._newest = 0
-        self._repeated = False
+        self._repeated = self._entered = False
         self._doubtful = -1
         """The newest step whose line another worker may have written."""
         self.inherited: Any = None
@@ -54,6 +56,14 @@ class Loop:
         """Whether faults are injected, so that the loop should install its injection points."""
         return self._session is not None and self._session.injecting
 
+    def secure(self) -> None:
+        """Before the script saves a checkpoint of its own: from here on no recovery goes back to before
+        `step`, so that none is written once more. Every rank calls it after the same `step_done`."""
+        if self._session is not None:
+            self._session.secure()
+            dist.barrier()  # so have all
+            self._session.exchanged()
+
     def tell_loss(self, loss: float) -> None:
         """For the job's page, if this is a job: see `Session.tell_loss`."""
         if self._session is not None:
@@ -74,11 +84,12 @@ class Loop:
 
         Returns whether this process has not been there.
         """
-        newcomer = self.step > self._newest
+        assert self._session is not None
+        newcomer = self.step > self._newest or (self._session.joining and not self._entered)
+        self._entered = True
         if newcomer:
             # A worker that takes a role over may find a step complete whose line nobody has logged.
             self.inherited = result
-            assert self._session is not None
             self._newest, self._doubtful = self.step, self.step + 2 * self._session.every - 1
         return newcomer
 

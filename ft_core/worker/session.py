@@ -352,8 +352,9 @@ class Session:
             self._shell.check_epoch()
 
     def secure(self) -> None:
-        """Have this version protected, whichever are, and wait until it is: what the script does next must
-        not be undone. Every role calls it at the same place between two steps. Raises EpochChanged."""
+        """Have this version protected, whichever are, and wait until what this role has of it is: what the
+        script does once all meet next must not be undone. Every role calls it at the same place between two
+        steps. Raises EpochChanged."""
         if (recovery := self._recovery) is None:
             return
         if recovery.newest != self._shell.version:

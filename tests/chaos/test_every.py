@@ -10,7 +10,7 @@ ITERATIONS = 18
 EVERYWHERE = (
     "3@startup:0:worker",
     "0@forward:2",
-    "3@backward:4:worker",
+    "2@backward:4:worker",
     "0@gradients:6:worker",
     "3@optimizer:8",
     "0@gather:10:worker",
@@ -42,3 +42,14 @@ def test_a_loop_that_is_entered_again_with_deepspeed(tmp_path):
     check_identical(result, EnteredLoop(3), ITERATIONS)
     check_survivors(result, EnteredLoop(3).world)
     assert result.recoveries == 3
+
+
+def test_nobody_goes_back_to_before_a_checkpoint_of_the_scripts_own(tmp_path):
+    """Who takes over begins with it."""
+    training = EnteredLoop(2, checkpoints=str(tmp_path / "checkpoints"))
+    ftrun = ("--respawn", "--ft-every=8", "--ft-inject", "0@forward:6:worker")
+    with Job(tmp_path / "job", training, 9, ftrun=ftrun) as job:
+        result = job.finish()
+    assert [event["version"] for event in result.of("decided")] == [None, 5]
+    check_identical(result, EnteredLoop(2), 9)
+    check_survivors(result, training.world)

@@ -97,6 +97,22 @@ def test_indexed_data(text: Path, tmp_path: Path) -> None:
     survives(training, 30, ELSEWHERE, tmp_path, *SAVES)
 
 
+def test_not_each_version_is_protected(tmp_path: Path) -> None:
+    """Several finished steps are done again, an evaluation among them, and nothing is logged twice."""
+    training = Pretrain(pp=2, more=(*DISTOPT, "--bf16", "--eval-interval=5", "--eval-iters=2"))
+    injected = (
+        "3@forward:5:worker",
+        "0@save:7:worker",
+        "3@evaluate:10:worker",
+        "2@optimizer:11",
+        "1@gather:15",
+    )
+    result = survives(training, 16, injected, tmp_path, "--save-interval=7", ftrun=("--ft-every=3",))
+    versions = [event["version"] or 0 for event in result.of("decided")]
+    assert versions[1] <= 3, "the step that was under way was the third after a protected version"
+    assert versions[2] == 7, "the checkpoint's version is protected, whichever are"
+
+
 def test_release(release: Path, tmp_path: Path) -> None:
     """The main case with another megatron-core, in short."""
     training = Pretrain(pp=2, more=(*DISTOPT, "--bf16", *EVALUATION), megatron=release)

@@ -10,7 +10,7 @@ import pytest
 from ft_core.control.events import End, LauncherGone
 from ft_core.protocol import messages as m
 
-from .test_controller_machine import ControlPlane, lose
+from .test_controller_machine import ControlPlane, lose, restart, tell
 
 NAME = "step-{:08d}-{:05d}-former-2"
 
@@ -122,6 +122,13 @@ def test_what_is_not_saved_is_said_and_ends_the_job_alike(what: str) -> None:
     assert why[what] in job.records_of("not_saved")[0].reason and why[what] in job.said[-1]
 
 
+@pytest.mark.parametrize(("every", "before"), [(1, "the one before"), (3, "one up to 5 before")])
+def test_how_old_what_was_not_saved_may_be(every: int, before: str) -> None:
+    job = ending(every=every)
+    lists(job, error="Stale file handle")
+    assert f"the newest version, of step 2 or {before}, is not saved: " in job.said[-1]
+
+
 def test_what_a_lost_node_had_is_written_where_its_copies_are() -> None:
     job = begun(policy="stop")
     job["node0"].replicas = {job.segment(1): [1]}
@@ -163,6 +170,42 @@ def test_a_node_that_is_lost_meanwhile_has_others_write_what_it_had() -> None:
     assert orders(job)["node0"].roles == [0]
     lose(job, "node1")
     assert orders(job)["node0"].roles == [0, 1] and job.phase == "saving"
+
+
+def test_a_successor_that_hears_why_the_job_ends_has_it_saved_too() -> None:
+    """Its predecessor died over that, and nobody else knows."""
+    job = begun()
+    about = {"exit": "exit code 3", "code": 3, "fault": m.Fault.REFUSED, "step": 1}
+    lost = m.WorkerLost(role=1, pid=job["node1"].workers.pop(1), **about)
+    restart(job, "node0")
+    job["node1"].greet([lost])
+    job.wait(0.1)
+    tell(job)
+    assert job.phase == "rebuilding" and job.done is None
+    job.wait(0.1)
+    assert job.phase == "saving" and job.records_of("stopping")
+    job.all_report()
+    lists(job)
+    written(job)
+    lists(job, NAME.format(1, job.controller.cluster.epoch))
+    assert job.done == End(3) and job.records_of("saved")
+
+
+def test_no_node_is_left_to_save_anything() -> None:
+    job = ControlPlane(nodes=2, policy="shrink", groups=2, durable_dir="/d")
+    lists(job)
+    job.redundancy = m.Redundancy.ADOPTABLE
+    job.all_step(1)
+    about = {"exit": "exit code 3", "code": 3, "fault": m.Fault.REFUSED, "step": 1}
+    job["node1"].say(m.WorkerLost(role=1, pid=job["node1"].workers.pop(1), **about))
+    assert job.phase == "saving"
+    lose(job, "node0")
+    lose(job, "node1")
+    assert job.done == End(3)
+    assert (
+        "no version is whole in the memory of the nodes that are left"
+        in job.records_of("not_saved")[0].reason
+    )
 
 
 def test_nothing_is_written_before_a_step_is_done_or_where_nobody_waits_for_it() -> None:

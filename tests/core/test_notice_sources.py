@@ -46,8 +46,9 @@ def looks(source: Source, *changes: Callable[[], object]) -> list[list[Notice]]:
 def test_times() -> None:
     assert moment("2026-11-28T08:22:00Z") == moment("Sat, 28 Nov 2026 08:22:00 GMT") == AT
     assert moment("2026-11-28T08:22:00") == AT, "UTC, where nothing else is said"
-    with pytest.raises(ValueError):
-        moment("soon")
+    for wrong in ("soon", "", "99999-01-01T00:00:00Z", f"Sat, 28 Nov {9**30} 08:22:00 GMT"):
+        with pytest.raises(ValueError):
+            moment(wrong)
 
 
 # -- AWS ---------------------------------------------------------------------------------------------------
@@ -278,6 +279,29 @@ def test_kubernetes_taints(taint: dict[str, str], tolerations: list[object], goe
     with service.serving() as address:
         [found] = looks(kubernetes(address))
     assert bool(found) is goes and all(taint["key"] in notice.reason for notice in found)
+
+
+@pytest.mark.parametrize(("part", "value"), [("taints", 5), ("taints", [5]), ("tolerations", 5)])
+def test_kubernetes_garbage_is_an_error(part: str, value: object) -> None:
+    service = KubernetesService()
+    assert service.node is not None
+    (service.node if part == "taints" else service.pod)["spec"][part] = value
+    with service.serving() as address, pytest.raises(ValueError):
+        looks(kubernetes(address))
+
+
+def test_kubernetes_answers_with_what_is_nested_too_deeply() -> None:
+    service = KubernetesService()
+    service.trouble = lambda: (200, {}, b"[" * (1 << 19))
+    with service.serving() as address, pytest.raises(ValueError):
+        looks(kubernetes(address))
+
+
+def test_kubernetes_names_a_node_that_cannot_be_asked_for() -> None:
+    service = KubernetesService()
+    service.pod["spec"]["nodeName"] = "gpu7\r\nHost: elsewhere"
+    with service.serving() as address, pytest.raises(ValueError):
+        looks(kubernetes(address))
 
 
 def test_kubernetes_may_not_read_nodes() -> None:

@@ -104,6 +104,31 @@ def test_a_node_whose_roles_could_not_start_elsewhere_is_tried_again_later() -> 
     assert len(job.records_of("draining")) == 2
 
 
+def test_a_notice_in_ever_other_words_is_one() -> None:
+    """It is neither told again and again, nor tried any sooner."""
+    job = training(spares=0)
+    for left in range(120, 100, -1):
+        job["node1"].say(Notice(f"gone in {left} s", float(left)))
+        job.wait(1)
+    assert len(job.records_of("notice")) == len(job.records_of("not_drained")) == 1
+    job["node1"].say(Notice("now", 5.0))
+    job.wait(0.1)
+    assert len(job.records_of("notice")) == len(job.records_of("not_drained")) == 2
+
+
+def test_who_is_drained_already_and_has_less_time_by_now_leaves_without_room() -> None:
+    job = training(spares=1, policy="shrink", groups=2)
+    job["node1"].say(Notice("maintenance", None))
+    job.wait(0.1)
+    assert job.controller.cluster.draining == ["node1"]
+    job["node1"].say(Notice("spot", 30.0))
+    lose(job, "node2")
+    assert not job.records_of("not_drained")
+    stop(job, 0)
+    stop(job, 1)
+    assert job.records_of("shrinking")
+
+
 def test_sigterm_to_a_node_drains_it() -> None:
     job = training()
     job["node1"].say(Leaving())

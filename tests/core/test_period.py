@@ -8,7 +8,7 @@ from core.test_controller_machine import ControlPlane, lose, restart, tell
 from ft_core.control.period import LOOK, MOST, TRIES, WINDOW, ProtectionPeriod
 from ft_core.control.prestart.stop import ASK_AGAIN
 from ft_core.errors import ConfigError
-from ft_core.protocol.messages import PauseAfterStep, PausedAtStep, SendHeartbeat
+from ft_core.protocol.messages import NodePlan, PauseAfterStep, PausedAtStep, SendHeartbeat
 from ft_core.settings import Command, Settings
 
 
@@ -94,6 +94,34 @@ def test_an_epoch_that_begins_meanwhile_brings_it_along() -> None:
     assert not job.records_of("period")
 
 
+def next_plan(job: ControlPlane, lost: str, every: int) -> NodePlan:
+    """That of the epoch after the loss of a node, when this number is wanted."""
+    job.controller.cluster.every = every
+    lose(job, lost)
+    job.all_report()
+    plan = job["node0"].plan
+    assert plan is not None
+    return plan
+
+
+def test_while_steps_are_done_again_it_is_not_less_than_when_they_were_done_first() -> None:
+    """Who takes a role over looks for the lines of so many steps in the log of the one before it."""
+    job = ControlPlane(nodes=2, spares=3)
+    job.all_step(1)
+    assert next_plan(job, "node1", every=4).every == 4
+    job.all_step(2)
+    for agent in job.agents.values():  # three steps later nothing newer is protected
+        agent.versions = {role: [1] for role in agent.versions}
+        agent.replicas = {segment: [1] for segment in agent.replicas}
+        agent.step_now = 4
+        agent.beat()
+    plan = next_plan(job, "node2", every=1)
+    assert plan.version == 1 and plan.every == 4
+    job.all_step(5)
+    plan = next_plan(job, "node3", every=1)
+    assert plan.version == 5 and plan.every == 1, "nothing is done again"
+
+
 def test_roles_that_do_not_stop_are_not_asked_for_ever() -> None:
     job = waits_for_copies()
     job.wait(3 * TRIES * ASK_AGAIN)
@@ -120,6 +148,14 @@ def test_a_successor_goes_on_with_it() -> None:
 def test_numbers_that_are_none(every: int) -> None:
     with pytest.raises(ConfigError, match="--ft-every"):
         Settings(2, 1, Command("train.py"), every=every).check()
+
+
+def test_a_script_may_say_what_is_left_open() -> None:
+    """`--ft-every auto` is the default, whoever writes it; a number is one."""
+    given = {"given": ["every"]}
+    assert Settings(2, 1, Command("train.py"), **given).configured({"every": 1}, "the script").every == 1
+    with pytest.raises(ConfigError, match="--ft-every 2 of ftrun contradicts the script"):
+        Settings(2, 1, Command("train.py"), every=2, **given).configured({"every": 1}, "the script")
 
 
 def test_it_does_not_go_with_groups_that_leave() -> None:

@@ -185,6 +185,35 @@ adapter.reset()
 assert not router.local_tokens_per_expert.any()
 """
 
+ANOTHER_MODEL = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+import pretrain_gpt_core as recipe
+from ft_core.errors import ConfigError
+from ft_megatron.state import MegatronAdapter
+
+args = recipe.parse_args()
+recipe.initialize(args)
+
+def made(**flags):
+    vars(args).update({"num_layers": 2, "ffn_hidden_size": 64, **flags})
+    trainer = recipe.Trainer(args)
+    return MegatronAdapter(trainer.model, trainer.optimizer, trainer.scheduler)
+
+adapter = made()
+for flags in ({}, {"num_layers": 3}, {"num_layers": 1}, {"ffn_hidden_size": 32}):
+    other = made(**flags)
+    held = {t.name: t.tensor.detach().clone() for t in other.tensors()}
+    before = {t.name: t.tensor.detach().clone() for t in adapter.tensors()}
+    try:
+        adapter.restore(held, other.envelope())
+    except ConfigError as error:
+        assert flags and "another model or parallel layout" in str(error), (flags, error)
+        assert all((t.tensor == before[t.name]).all() for t in adapter.tensors())
+    else:
+        assert not flags, flags
+"""
+
 REFUSED = """
 import ft_megatron.cpu_shadow_auto
 from types import SimpleNamespace as Some
@@ -212,6 +241,12 @@ for optimizer, part, named in (
 
 def test_router_buffers_are_restored_in_fp32_and_counted_anew(data: Path) -> None:
     done = python("-c", STATE, RECIPE.parent, *TINY, "--data-path", data, "--bf16")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("flags", [("--bf16",), ("--bf16", "--use-distributed-optimizer"), ()], ids=str)
+def test_what_another_model_has_saved_is_refused(flags: tuple[str, ...], data: Path) -> None:
+    done = python("-c", ANOTHER_MODEL, RECIPE.parent, *TINY, "--data-path", data, *flags)
     assert done.returncode == 0, done.stderr
 
 

@@ -113,6 +113,9 @@ FAILED_ONCE = {
     "meanwhile stayed in it for ever",
     -3481537753: "a leader that led no more lost a node that had gone over to the next one, which went on "
     "with that, and the oracle took the node for well",
+    990018: "a controller was killed while the job saved, and its successor, which heard why it had ended, "
+    "ended it and saved nothing",
+    990613: "no node was left to save anything, and the controller failed of that",
     3820011950: "a node was lost before the version that its epoch went on from was anywhere else, as only "
     "the last step before the next version waited for that",
     -2984944931: "a leader that had the plan, and had yet to take over, ended the job and did not write what "

@@ -12,6 +12,7 @@ from ft_core.control.cluster_state import ClusterState, copies
 from ft_core.control.decide.groups import Places, by_node
 from ft_core.control.decide.next_epoch import newest_in_memory
 from ft_core.control.decide.outcomes import Sources
+from ft_core.errors import Unrecoverable
 from ft_core.protocol.messages import NodeName, Redundancy, SaveVersion
 
 
@@ -27,6 +28,8 @@ class LastVersion:
 def choose(cluster: ClusterState) -> LastVersion | None:
     """The newest version that the nodes hold together; None where that is what a script, started again,
     begins with anyway. Raises Unrecoverable if they hold none."""
+    if not cluster.nodes:
+        raise Unrecoverable("no node is left")
     places = _writers(cluster)
     found = newest_in_memory(cluster, places)
     if found is None or found[0] <= (cluster.initial_version or 0):
@@ -41,7 +44,7 @@ def _writers(cluster: ClusterState) -> Places:
     homeless = [role for role in cluster.places if role not in places]
     near = copies(nodes.values(), cluster.catalogue, homeless)
     load = Counter(places.values())
-    for role in homeless if nodes else ():
+    for role in homeless:
         held = Counter(near[role])
         places[role] = min(nodes, key=lambda name: (-held[name], load[name], name))
         load[places[role]] += 1

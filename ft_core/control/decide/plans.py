@@ -61,8 +61,17 @@ def make(cluster: ClusterState, start: NextEpoch, name: str, job: str) -> Plan:
         # A job does not tell what was trained before a durable checkpoint: that may be another job's.
         ledger_through=min(cluster.ledger_through, version) if start.origin == "memory" else version,
         started_from=cluster.started_from,
-        every=cluster.settings.period(cluster.every),
+        every=_every(cluster, version),
     )
+
+
+def _every(cluster: ClusterState, version: int) -> int:
+    """Steps from a protected version to the next. As long as steps are done again, no fewer than they were
+    done with before: by this number workers know how many of them others may have logged."""
+    every, before = cluster.settings.period(cluster.every), cluster.plan
+    if before is not None and version < cluster.newest_seen:
+        every = max(every, cluster.settings.period(before.every))
+    return every
 
 
 def own_plans(cluster: ClusterState, plan: Plan) -> dict[NodeName, OwnPlan]:

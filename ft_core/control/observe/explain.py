@@ -150,7 +150,8 @@ def saved(cluster: ClusterState, version: int, name: str) -> str:
 
 def not_saved(cluster: ClusterState, why: str) -> str:
     """That the newest version is nowhere but in memory."""
-    text = f"the newest version, of step {cluster.newest_seen:,} or the one before, is not saved: {why}"
+    before = "the one before" if cluster.redone == 1 else f"one up to {cluster.redone:,} before"
+    text = f"the newest version, of step {cluster.newest_seen:,} or {before}, is not saved: {why}"
     if where := cluster.settings.durable_dir:
         text += f". What was complete in {where} before is as it was: the same command goes on from there"
     return text

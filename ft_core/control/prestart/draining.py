@@ -85,10 +85,8 @@ class Draining:
         """Take a node out to which there is no `objection`. `deadline`: when it is gone; those whose time is
         up first go first."""
         self._deadlines = {n: at for n, at in self._deadlines.items() if n in cluster.draining}
-        later = (n for n in cluster.draining if self._deadlines.get(n, math.inf) > deadline)
-        at = next((cluster.draining.index(n) for n in later), len(cluster.draining))
-        cluster.draining.insert(at, name)
-        self._deadlines[name] = deadline
+        cluster.draining.append(name)
+        self.goes_by(cluster, name, deadline)
         roles = tuple(cluster.roles_by_node.get(name, ()))
         effects: list[Effect] = [
             Send(cluster.nodes[name].peer, Drain(wanted=True)),
@@ -97,6 +95,12 @@ class Draining:
         if returning.on(name):
             effects += returning.fail(cluster, f"node {name} is to be drained")
         return effects
+
+    def goes_by(self, cluster: ClusterState, name: NodeName, deadline: float) -> None:
+        """A node that is drained is gone by then, as far as is known now."""
+        if self._deadlines.get(name) != deadline:
+            self._deadlines[name] = deadline
+            cluster.draining.sort(key=lambda each: self._deadlines.get(each, math.inf))
 
     def forget(self, cluster: ClusterState, returning: Prestart, name: NodeName) -> list[Effect]:
         """A node is not taken out any more: the job ends, as somebody wants it."""

@@ -22,7 +22,10 @@ from ft_core.protocol.messages import Drain, NodeName, Notice
 OTHERS = 1.0
 """Seconds in which the other nodes are told to end, if they are."""
 AGAIN = 30.0
-"""Seconds until a node is drained once more whose roles could not start elsewhere."""
+"""Seconds until a node is drained once more whose roles could not start elsewhere; and in which other words
+for a notice that leaves it no less time are no news."""
+SOONER = 1.0
+"""Seconds of which a notice has to leave less to be more urgent than the one before."""
 SIGTERM = "it was told to end (SIGTERM)"
 
 
@@ -33,6 +36,8 @@ class _Going:
     reason: str
     deadline: float
     not_before: float
+    said_at: float = -math.inf
+    """When the reason was told last."""
     told: bool = False
     """Whether it has got SIGTERM, and waits for the answer."""
     drained: bool = False
@@ -61,12 +66,19 @@ class Notices:
                 del self._going[node.name]
             return []
         deadline = math.inf if notice.seconds is None else now + notice.seconds
-        if known is not None and known.reason == notice.reason:
-            known.deadline = deadline
-            return []
-        told, drained = known is not None and known.told, node.name in cluster.draining
-        sick = known is not None and known.sick
-        self._going[node.name] = _Going(notice.reason, deadline, now, told, drained, sick, noticed=True)
+        if known is not None:
+            urgent = deadline < known.deadline - SOONER
+            deadline = min(deadline, known.deadline) if known.told else deadline
+            known.noticed = True
+            if known.reason == notice.reason or (not urgent and now < known.said_at + AGAIN):
+                known.deadline = deadline
+                return []
+            known.reason, known.deadline, known.said_at = notice.reason, deadline, now
+            if urgent:
+                known.not_before, known.why_not = min(known.not_before, now), ""
+        else:
+            drained = node.name in cluster.draining
+            self._going[node.name] = _Going(notice.reason, deadline, now, now, drained=drained, noticed=True)
         roles = tuple(cluster.roles_by_node.get(node.name, ()))
         return [Record("notice", cluster.epoch, notice.reason, roles, _more(node.name, notice.seconds))]
 
@@ -113,6 +125,7 @@ class Notices:
                 effects += [*draining.forget(cluster, prestart, name), Send(node.peer, Drain(wanted=False))]
             elif name in cluster.draining:
                 going.drained = True
+                draining.goes_by(cluster, name, going.deadline)
             elif going.drained:  # given up, and said so
                 going.drained, going.not_before = False, now + AGAIN
                 if going.told:

@@ -100,9 +100,9 @@ def pod_notices(pod: dict[str, Any]) -> list[Notice]:
 
 def node_notices(node: dict[str, Any], pod: dict[str, Any]) -> list[Notice]:
     """Taints that announce the end of the node, or evict this pod. Raises ValueError."""
-    tolerations = [each for each in _dict(pod, "spec").get("tolerations") or () if isinstance(each, dict)]
+    tolerations = [each for each in _list(_dict(pod, "spec"), "tolerations") if isinstance(each, dict)]
     found = []
-    for taint in _dict(node, "spec").get("taints") or ():
+    for taint in _list(_dict(node, "spec"), "taints"):
         if not isinstance(taint, dict) or not isinstance(key := taint.get("key"), str):
             raise ValueError(f"no taint: {str(taint)[:80]}")
         evicts = taint.get("effect") == "NoExecute" and not any(_tolerates(t, taint) for t in tolerations)
@@ -125,4 +125,11 @@ def _tolerates(toleration: dict[str, Any], taint: dict[str, Any]) -> bool:
 def _dict(found: dict[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(part := found.get(name), dict):
         raise ValueError(f"no {name} in {str(found)[:80]}")
+    return part
+
+
+def _list(found: dict[str, Any], name: str) -> list[Any]:
+    """Empty where there is none."""
+    if not isinstance(part := found.get(name) or [], list):
+        raise ValueError(f"no list of {name} in {str(found)[:80]}")
     return part

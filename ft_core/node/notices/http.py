@@ -40,7 +40,10 @@ class Answer(NamedTuple):
 
     def object(self) -> dict[str, Any]:
         """The body as the JSON object that it must be. Raises ValueError."""
-        found = json.loads(self.body)
+        try:
+            found = json.loads(self.body)
+        except RecursionError:
+            raise ValueError(f"no object, but {self.body[:80]!r}") from None
         if not isinstance(found, dict):
             raise ValueError(f"no object, but {self.body[:80]!r}")
         return found
@@ -68,7 +71,7 @@ async def ask(
                 writer.close()
     except TimeoutError:
         raise TimeoutError(f"no answer within {limit:g} s") from None
-    except h11.RemoteProtocolError as error:
+    except h11.ProtocolError as error:  # in the answer, or in names that the request is made of
         raise ValueError(f"no HTTP: {error}") from None
 
 

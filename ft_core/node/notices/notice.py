@@ -50,7 +50,10 @@ def moment(text: str) -> float:
     try:
         found = datetime.fromisoformat(text)
     except ValueError:
-        found = parsedate_to_datetime(text)
+        try:
+            found = parsedate_to_datetime(text)
+        except OverflowError:
+            raise ValueError(f"{plain(text)!r} is no time") from None
     seconds = (found if found.tzinfo is not None else found.replace(tzinfo=UTC)).timestamp()
     if not math.isfinite(seconds):
         raise ValueError(f"{text!r} is no time")

@@ -115,7 +115,7 @@ def _kubernetes(nodes: int, environ: Mapping[str, str], root: Path) -> Kubernete
         namespace = (account / "namespace").read_text().strip()
         bearer(account)
         tls = ssl.create_default_context(cafile=str(account / "ca.crt"))
-        server = Server(host, int(port), tls)
+        server = Server(host, split_address(f"[{host}]:{port}")[1], tls)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"--ft-notices kubernetes: this process is in no pod with a service account ({error}); set "

@@ -19,6 +19,7 @@ from ft_deepspeed.training import ProtectedTraining
 parser = argparse.ArgumentParser()
 parser.add_argument("--train-iters", type=int)
 parser.add_argument("--entered", type=Path, help="a file that says with which steps the loop was entered")
+parser.add_argument("--checkpoints", type=Path, help="where it saves every fifth step, and goes on from")
 parser.add_argument("--ft", action="store_true")
 parser.add_argument("--deepspeed_config")
 args = parser.parse_args()
@@ -27,6 +28,8 @@ torch.manual_seed(0)
 deepspeed.init_distributed()
 layers = [torch.nn.Linear(16, 16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 16)]
 engine, *_ = deepspeed.initialize(model=torch.nn.Sequential(*layers), config=args.deepspeed_config)
+if args.checkpoints is not None:
+    engine.load_checkpoint(str(args.checkpoints))
 training = ProtectedTraining(enabled=args.ft, engine=engine)
 
 
@@ -65,6 +68,8 @@ def train() -> None:
         training.point("between")
         if training.step % 5 == 0:
             dist.barrier()
+            if args.checkpoints is not None:
+                engine.save_checkpoint(str(args.checkpoints))
 
 
 training.run(train)
