@@ -128,6 +128,9 @@ class RecoveryCoordinator:
         cluster.groups.changed(start.version, start.roles)
         if before is None or (cluster.initial_version is None and start.origin == "durable"):
             cluster.started_from = start.version, start.origin
+        cluster.tainted = False
+        if cluster.verified is not None:
+            cluster.verified = start.version
         if start.version is not None:
             cluster.seen_at([start.version])
             # INV-14 (parts): a durable checkpoint may be of before a part's end.
