@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ft_core.control.cluster_state import Node
 from ft_core.control.decide.compact import all_in
-from ft_core.control.decide.comparison import Alike, Corrupt, Differ, Incomparable, compare
+from ft_core.control.decide.comparison import Alike, Differ, Incomparable, compare
 from ft_core.control.liveness import strikes
+from ft_core.control.observe.explain import some
 from ft_core.control.phases import Done, Running
 from ft_core.control.recovery import RecoveryCoordinator
 from ft_core.protocol import messages as m
@@ -23,6 +24,8 @@ from ft_core.protocol import messages as m
 log = logging.getLogger(__name__)
 
 _NEVER = -1
+_KEPT = 4
+"""Versions of a segment of which some holders have said something, and others not yet: the newest ones."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class _Doubt:
     version: m.Version
     values: Mapping[m.Role, m.Digest]
     workers: Mapping[m.Role, _Worker]
+    blamed: bool = False
 
 
 class Corruption:
@@ -53,6 +57,10 @@ class Corruption:
         self._epoch = 0
         self._said: dict[m.SegmentId, dict[m.Version, dict[m.Role, m.Digest]]] = {}
         """Of the epoch, what is not compared yet. A segment stays, once there was anything of it."""
+        self._holders: dict[m.SegmentId, tuple[m.Role, ...]] = {}
+        """Those of them that take part in the epoch."""
+        self._announced = 0, _NEVER
+        """The epoch, and the version of it that agents know to be alike."""
         self._alike: dict[m.SegmentId, m.Version] = {}
         """By segment, the newest version of the epoch that was compared."""
         self._workers: dict[m.Role, _Worker] = {}
@@ -69,8 +77,9 @@ class Corruption:
         if stale or plan is None or isinstance(self._recovery.phase, Done):
             return
         if self._epoch != plan.epoch:
-            self._epoch, self._alike = plan.epoch, {}
-            self._said = {segment: {} for segment in self._said}
+            self._epoch, self._alike, self._holders = plan.epoch, {}, {}
+            there = {segment for each in cluster.places for segment in cluster.catalogue.get(each, ())}
+            self._said = {segment: {} for segment in self._said if segment in there}
         self._workers[role] = _Worker(node.name, node.hello.domain, said.pid, said.device)
         base = _NEVER if plan.version is None else plan.version
         for version, sums in sorted(said.versions.items()):
@@ -79,10 +88,19 @@ class Corruption:
                 if version > self._alike.get(segment, base):
                     known.setdefault(version, {})[role] = value
                     self._look(segment, version, role)
-        self._tell(node, max(said.versions, default=_NEVER), base)
+                    for older in sorted(known)[:-_KEPT]:
+                        del known[older]
+        newest = min((self._alike.get(segment, base) for segment in self._said), default=base)
+        if newest > max(base, _NEVER if cluster.verified is None else cluster.verified):
+            cluster.verified = newest
+            self._announce()
+        elif self._announced[0] == self._epoch and max(said.versions, default=_NEVER) <= self._announced[1]:
+            self._out.send(node, m.Verified(*self._announced))  # it may not have heard that
 
     def check(self) -> None:
-        """Tell, once, where there is nothing to compare."""
+        """Time has passed. Tell, once, where there is nothing to compare."""
+        if self._epoch == self._cluster.epoch:
+            self._announce()
         wanted = (
             self._cluster.settings.verify and not self._told and isinstance(self._recovery.phase, Running)
         )
@@ -99,8 +117,10 @@ class Corruption:
     def _look(self, segment: m.SegmentId, version: m.Version, role: m.Role) -> None:
         cluster, values = self._cluster, self._said[segment][version]
         holders = cluster.catalogue.get(role, {}).get(segment, "")
-        taking_part = [each for each in all_in(holders) if each in cluster.places] if holders else []
-        if not taking_part or any(each not in values for each in taking_part):
+        if segment not in self._holders and holders:
+            self._holders[segment] = tuple(each for each in all_in(holders) if each in cluster.places)
+        taking_part = self._holders.get(segment, ())
+        if len(values) < max(1, len(taking_part)) or any(each not in values for each in taking_part):
             return
         del self._said[segment][version]
         values = {each: values[each] for each in taking_part}
@@ -110,7 +130,7 @@ class Corruption:
         if isinstance(verdict, Alike):
             self._found_alike(segment, version, verdict)
             return
-        where = f"version {version}: what roles {holders} hold alike (segment {segment}) differs"
+        where = f"version {version}: what roles {some(taking_part)} hold alike (segment {segment}) differs"
         if isinstance(verdict, Incomparable):
             self._doubts.pop(segment, None)
             self._incomparable.add(segment)
@@ -130,7 +150,7 @@ class Corruption:
             log.error("%s", reason)
             self._recovery.fail(reason, [], fault=m.Fault.CORRUPTION, node=self._node_of(verdict.odd))
         else:
-            self._replace(verdict, where)
+            self._replace(segment, verdict.role, where)
 
     def _found_alike(self, segment: m.SegmentId, version: m.Version, verdict: Alike) -> None:
         self._alike[segment] = version
@@ -141,6 +161,8 @@ class Corruption:
         if doubt is None or doubt.version > version:
             return
         del self._doubts[segment]
+        if doubt.blamed:  # it was replaced, and this is of its successor
+            return
         if doubt.version < version or not verdict.culprits:
             self._out.record(
                 "corruption",
@@ -149,19 +171,21 @@ class Corruption:
             )
             return
         for role in verdict.culprits:
-            self._blame(role, doubt.workers[role], doubt.version, "not when the step was done again")
+            how = "not when the step was done again"
+            self._blame(role, doubt.workers[role], doubt.version, how)
 
-    def _replace(self, verdict: Corrupt, where: str) -> None:
-        """It would be wrong again: another worker plays the role."""
-        role = verdict.role
-        worker = self._workers[role]
-        self._blame(role, worker, _NEVER, f"again, and otherwise ({where}): it is replaced")
+    def _replace(self, segment: m.SegmentId, role: m.Role, where: str) -> None:
+        """It would be wrong once more: another worker plays the role."""
+        doubt, worker = self._doubts[segment], self._workers[role]
+        self._doubts[segment] = replace(doubt, blamed=True)
+        self._blame(
+            role, worker, doubt.version, "something else when the step was done again: it is replaced"
+        )
         self._recovery.kill_workers({role: worker.node})
         self._recovery.fail(where, [role], fault=m.Fault.CORRUPTION, node=worker.node)
 
     def _blame(self, role: m.Role, worker: _Worker, version: m.Version, how: str) -> None:
-        reason = f"role {role} on {worker} held corrupt state"
-        reason += f" in version {version}, and {how}" if version != _NEVER else f" {how}"
+        reason = f"role {role} on {worker} held corrupt state in version {version}, and {how}"
         log.error("%s", reason)
         self._out.record("corruption", reason, [role])
         self._recovery.strike(
@@ -177,13 +201,9 @@ class Corruption:
 
     # -- telling -------------------------------------------------------------------------------------
 
-    def _tell(self, node: Node, held: m.Version, base: m.Version) -> None:
+    def _announce(self) -> None:
         """Let agents give up what is older than what all have alike."""
-        cluster, running = self._cluster, isinstance(self._recovery.phase, Running)
-        newest = min((self._alike.get(segment, base) for segment in self._said), default=base)
-        if newest > max(base, _NEVER if cluster.verified is None else cluster.verified):
-            cluster.verified = newest
-            if running:
-                self._out.send_to_all(m.Verified(self._epoch, newest))
-        elif running and cluster.verified is not None and held <= cluster.verified:  # it has not heard that
-            self._out.send(node, m.Verified(self._epoch, cluster.verified))
+        known = self._epoch, self._cluster.verified
+        if known[1] is not None and known > self._announced and isinstance(self._recovery.phase, Running):
+            self._announced = self._epoch, known[1]
+            self._out.send_to_all(m.Verified(*self._announced))

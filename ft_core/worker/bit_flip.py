@@ -1,4 +1,4 @@
-"""A bit of a role's state flipped on purpose, as silent corruption would (`--ft-inject ROLE@POINT:STEP:weight`)."""
+"""A bit of a role's state flipped on purpose, as silent corruption would flip it (`--ft-inject`)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ MOMENTS = ("exp_avg", "momentum")
 
 
 def flip(state: State, what: str) -> None:
-    """Flip a bit of the largest number of one tensor that others hold alike. `what`: `weight`, the optimizer's
-    own copy where it has one, or `moment`. Raises ConfigError where there is none."""
+    """Flip a bit of the largest number of one tensor that others hold alike. `what`: `weight`, of which the
+    optimizer's own copy where it has one, or `moment`. Raises ConfigError where there is none."""
     found = [tensor for tensor in state.tensors() if is_compared(tensor)]
     moments = [tensor for tensor in found if any(name in tensor.name for name in MOMENTS)]
     weights = [tensor for tensor in found if not any(name in tensor.name for name in MOMENTS)]
@@ -28,5 +28,5 @@ def flip(state: State, what: str) -> None:
 
 
 def _is_a_copy(weight: StateTensor) -> bool:
-    """In which the weight that the optimizer overwrites is, and not the optimizer's own."""
+    """Whether the optimizer may overwrite it with its own."""
     return not weight.name.endswith(".main") and not weight.name.startswith("master.")

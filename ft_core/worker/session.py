@@ -28,8 +28,8 @@ from ft_core.process.timeline import timeline
 from ft_core.protocol import messages as m
 from ft_core.protocol.groups import GroupId
 from ft_core.state.memory import IN_OPTIMIZER, Word, word_of_loss
-from ft_core.worker import events as e
 from ft_core.worker import bit_flip, imports, marks
+from ft_core.worker import events as e
 from ft_core.worker.groups import Groups
 from ft_core.worker.in_place import InPlace
 from ft_core.worker.logs import played, printed
