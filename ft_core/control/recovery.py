@@ -115,6 +115,7 @@ class RecoveryCoordinator:
         if own is None:  # whatever was to begin anew here was of another past
             self.escalation = None
             self._workers_to_exit.clear()
+            self.cluster.verified, self.cluster.tainted = None, False
 
     def start_epoch(self, start: NextEpoch, counts: Sequence[tuple[int, m.Counts]] = ()) -> None:
         """Begin an epoch. `counts`: the start-up operations of newcomers that have replayed them already."""

@@ -99,7 +99,7 @@ class Snapshotter:
         self._rows: list[_Row] = []
         self._layout: list[Segment] = []
         self._alike: list[int] = []
-        """Of each segment, the first chunk of what all its holders have to the bit; all behind it is so."""
+        """By segment, the first chunk of what all its holders have to the bit; all behind it is so."""
         self._copies = DeviceCopies()
 
     def note(self, version: int) -> None:

@@ -262,7 +262,7 @@ def test_a_successor_compares_what_agents_say_again() -> None:
     job.wait(0.1)
     tell_state(job)
     job.wait(0.1)
-    [detected] = job.records_of("detected")
+    detected = job.records_of("detected")[0]
     assert "roles 0, 1 hold alike (segment 0x2-0) differs" in detected.reason
     job.all_report()
     assert job.phase == "running" and job.controller.cluster.current_plan.version == 1

@@ -73,7 +73,7 @@ class Worker:
     committed: Version = NONE
     """Its commit word."""
     sums: dict[Version, dict[SegmentId, Digest]] = field(default_factory=dict)
-    """Of its newest versions, the checksums of what others hold alike."""
+    """By version, of the newest ones, the checksums of what others hold alike."""
     copy_s: float = 0.0
     """Seconds that it took to have its newest version safe."""
     completed: tuple[int, int] = (0, 0)
