@@ -56,7 +56,7 @@ class Corruption:
         self._recovery, self._cluster, self._out = recovery, recovery.cluster, recovery.out
         self._epoch = 0
         self._said: dict[m.SegmentId, dict[m.Version, dict[m.Role, m.Digest]]] = {}
-        """Of the epoch, what is not compared yet. A segment stays, once there was anything of it."""
+        """By segment, what is not compared yet of the epoch. One stays, once there was anything of it."""
         self._holders: dict[m.SegmentId, tuple[m.Role, ...]] = {}
         """Those of them that take part in the epoch."""
         self._announced = 0, _NEVER
@@ -127,6 +127,16 @@ class Corruption:
         doubt = self._doubts.get(segment)
         before = doubt.values if doubt is not None and doubt.version == version else None
         verdict = Alike() if segment in self._incomparable else compare(values, before)
+        if (
+            isinstance(verdict, Differ)
+            and cluster.current_plan.version is None
+            and segment not in self._alike
+        ):
+            self._incomparable.add(segment)
+            self._alike[segment] = version
+            start = f"what roles {some(taking_part)} should hold alike differs as their scripts begin"
+            self._not_compared(f"{start} (segment {segment}): it is not compared", taking_part)
+            return
         if isinstance(verdict, Alike):
             self._found_alike(segment, version, verdict)
             return
@@ -142,7 +152,9 @@ class Corruption:
             )
             self._not_compared(f"{where}, and {why}; it is not compared any more", taking_part)
             return
-        self._cluster.tainted = True
+        cluster.tainted = True
+        if cluster.verified is None:  # all went on from the epoch's version
+            cluster.verified = cluster.current_plan.version
         self._doubts[segment] = _Doubt(version, values, {each: self._workers[each] for each in taking_part})
         if isinstance(verdict, Differ):
             odd = "" if verdict.odd is None else f", role {verdict.odd} from all others"

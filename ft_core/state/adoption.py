@@ -96,7 +96,7 @@ class Snapshots:
 
     @property
     def sums(self) -> dict[str, str]:
-        """Of the role's newest version; see `Snapshotter.sums`."""
+        """The checksums of the role's newest version; see `Snapshotter.sums`."""
         return self._own.sums
 
     def note(self, version: int) -> None:

@@ -55,6 +55,7 @@ def test_of_more_the_odd_one_is_named() -> None:
 def test_who_does_not_come_to_the_same_while_the_others_do_is_wrong_again() -> None:
     assert compare(values(GOOD, OTHER), values(GOOD, BAD)) == Corrupt(1)
     assert compare(values(GOOD, OTHER, GOOD), values(GOOD, BAD, GOOD)) == Corrupt(1)
+    assert compare(values(GOOD, GOOD, BAD, GOOD), values(GOOD, BAD, GOOD, GOOD)) == Differ(odd=2), "another"
 
 
 def test_who_differ_for_a_reason_are_not_compared() -> None:
@@ -180,6 +181,16 @@ def test_agents_hear_what_is_alike_once_all_holders_have_said_so() -> None:
     assert job.controller.cluster.verified == 1 and verified(job["node1"]) == [1]
     job["node1"].say(m.Checksums(1, 1, job["node1"].workers[1], 0, {2: {SEGMENT: GOOD}}))
     assert verified(job["node0"]) == verified(job["node1"]) == [1, 2]
+
+
+def test_who_differ_from_the_beginning_are_not_compared() -> None:
+    job = ControlPlane(nodes=2, groups=2, verify=True)
+    job.all_step(1)
+    tell(job, 0, GOOD, BAD)
+    tell(job, 1, GOOD, BAD)
+    assert job.phase == "running" and verified(job["node0"]) == [0, 1]
+    [said] = job.records_of("not_compared")
+    assert "differs as their scripts begin" in said.reason and not job.records_of("detected")
 
 
 def test_two_who_differ_do_the_step_again_and_who_was_wrong_is_struck() -> None:

@@ -88,6 +88,11 @@ class Shape:
     """Standbys start roles ahead of need."""
     relays: bool = False
     """Some nodes have no connection with the controller, but others speak for them."""
+    verifies: bool = False
+    """What roles hold alike is compared."""
+    flips: bool = False
+    """A bit of it flips. Then nothing else fails but workers and nodes: while a controller is away, or not
+    heard, nobody compares."""
     restarts: int = 0
     """How often in a row its scripts are started again."""
     cut_short: bool = False
@@ -143,12 +148,13 @@ class SimJob:
             spares=shape.spares,
             heartbeat=_SILENCE / (3 if shape.brief else 12),
             heartbeats_missed=3 if shape.brief else 12,
-            strikes=2,
+            strikes=99 if shape.flips else 2,
             strike_minutes=1 / 3,
             quiesce_timeout=6.0,
             hang_limit=90.0,
             ready_standbys=shape.per_node if shape.ready else 0,
             max_restarts=shape.restarts,
+            verify=shape.verifies,
             **({} if shape.brings else self.wanted),
         )
         groups = 1 if shape.adopts else shape.groups
@@ -193,6 +199,10 @@ class SimJob:
         """The same, as it has to be."""
         self.disk_full = False
         """That which the controller's files are on."""
+        self.flipped = False
+        """Whether one has, or will."""
+        self.flip: tuple[int, int] | None = None
+        """The role and the version of whose state a bit flips."""
         self.poison: tuple[int, int] | None = None
         """A role, and the version at whose beginning its worker dies, whoever plays it."""
         self.errors = Errors(self)
@@ -486,6 +496,8 @@ class SimJob:
         """Before the job ends, that version is on storage: no older one than its nodes hold together."""
         seen = [node for node in self.live() if node.name in controller.machine.cluster.nodes]
         version, held = event.more["version"], self._held(seen)
+        if self.shape.verifies and (alike := controller.machine.cluster.verified) is not None:
+            held = min(held, alike)
         names = [name for name in self.storage.complete() if durable.version_of(name) == version]
         if not names or version < held:
             raise Invariant.SAVED.broken(f"nodes hold version {held}, {names} are complete: {event.reason}")
