@@ -480,7 +480,7 @@ class SimWorker(Process):
         self.words.step_ns = int(1e9 * (self.world.now - since))
         self.training.stepped(self, trained)
         if job.flip == (self.role, self.version) and len(self.members) > 1:  # else nobody has the same
-            job.flip = None
+            job.flip, job.flips_of = None, self.role
             self.weights = self.content = self.content ^ 1
             self.training.deals[self.content] = self.deal.to_json()
         job.achieved.add(("resumed", self.epoch, self.role))
