@@ -55,7 +55,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "hangs": ("test_hangs.py::test_a_worker_that_is_stopped_is_replaced",),
     "waits that are no hangs": ("test_waits.py::test_who_waits_for_data_is_not_replaced[2]",),
     "nodes that stop and go on": ("test_pauses.py::test_nodes_that_were_given_up_come_back_by_themselves",),
-    "silent corruption": ("test_corruption.py::test_a_flipped_bit[2]",),
+    "silent corruption": ("test_corruption.py::test_a_flipped_bit[tp1pp1dp2-plain-fp32]",),
     "corrupt copies": (
         "test_integrity.py::test_a_local_snapshot_with_a_flipped_bit_is_refused_and_the_replica_used",
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from deepspeed_jobs import Zero
 from harness import Job, Layout, Result, check_identical, check_survivors
 
 ITERATIONS = 14
@@ -15,9 +16,12 @@ def blamed(result: Result) -> list[list[int]]:
     return [event["roles"] for event in result.of("corruption")]
 
 
-@pytest.mark.parametrize("dp", [2, 4])
-def test_a_flipped_bit(dp: int, tmp_path):
-    layout = Layout(1, 1, dp)
+LAYOUTS = [Layout(1, 1, 2), Layout(1, 1, 4), Layout(1, 1, 2, bf16=True), Zero(0, dp=2)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_flipped_bit(layout: Layout | Zero, tmp_path):
+    dp = layout.dp
     injected = f"{dp - 1}@optimizer:5:weight,0@optimizer:9:moment"
     with Job(tmp_path / "job", layout, ITERATIONS, ftrun=(*VERIFY, "--ft-inject", injected)) as job:
         result = job.finish()
@@ -31,6 +35,7 @@ def test_a_flipped_bit(dp: int, tmp_path):
     odd = [re.search(r"role (\d+) from all others", event["reason"]) for event in found]
     assert [each and int(each[1]) for each in odd] == ([None, None] if dp == 2 else [dp - 1, 0])
     assert not result.of("not_compared")
+    assert "not compared with the other holders'" not in result.output
 
 
 CLEAN = [
