@@ -105,6 +105,7 @@ MORE = {
     "test_deepspeed_versions.py": "other versions",
     "test_metrics.py": "drills, seen by a real Prometheus",
     "test_pretrain_final_save.py": "a job that ends saves",
+    "test_pretrain_corruption.py": "silent corruption",
     "test_pretrain_errors.py": "an exception in the script",
     "test_pretrain_strict.py": "under NCCL's rules",
     "test_pretrain_ready.py": "standbys start roles ahead of need",
