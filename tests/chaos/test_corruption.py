@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from deepspeed_jobs import TWICE, Zero
-from harness import Job, Layout, Result, check_identical, check_survivors
+from deepspeed_jobs import Zero
+from harness import Job, Layout, Result, check_identical, check_survivors, reference
 
 ITERATIONS = 14
 VERIFY = ("--ft-verify", "--respawn")
@@ -39,12 +39,14 @@ def test_a_flipped_bit(layout: Layout, tmp_path):
 
 
 def test_a_flipped_bit_with_deepspeed(tmp_path):
-    """Whose script may have gone too far to go back: then its worker is replaced."""
+    """Its script may have gone too far to go back: then its worker is replaced. What it has printed of the
+    step under way may have been made of what was wrong; the state is not."""
     training = Zero(0, dp=2)
     injected = "1@optimizer:5:weight,0@optimizer:9:moment"
     with Job(tmp_path / "job", training, ITERATIONS, ftrun=(*VERIFY, "--ft-inject", injected)) as job:
         result = job.finish()
-    check_identical(result, training, ITERATIONS, again=2 * TWICE)
+    assert result.code == 0, result.output[-4000:]
+    assert result.digest == reference(training, ITERATIONS).digest
     assert blamed(result) == [[1], [0]]
     assert [event["fault"] for event in result.of("detected")].count("corruption") == 2
     assert [event["version"] for event in result.of("decided")][:2] == [None, 5]
