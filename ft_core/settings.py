@@ -114,6 +114,9 @@ class Settings:
     every: int = AUTO
     """Steps from a version that is protected to the next (`--ft-every`): at most twice as many, less one, are
     done again. -1: 1, and as few more as there must be where steps would wait for copies."""
+    verify: bool = False
+    """Whether what several roles hold alike is compared, version by version (`--ft-verify`): see
+    `control.decide.comparison`."""
     heartbeat: float = 0.5
     """Between two words of an agent to the controller."""
     heartbeats_missed: int = 20

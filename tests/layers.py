@@ -57,6 +57,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "hangs": ("test_hangs.py::test_a_worker_that_is_stopped_is_replaced",),
     "waits that are no hangs": ("test_waits.py::test_who_waits_for_data_is_not_replaced[2]",),
     "nodes that stop and go on": ("test_pauses.py::test_nodes_that_were_given_up_come_back_by_themselves",),
+    "silent corruption": ("test_corruption.py::test_a_flipped_bit[tp1pp1dp2-plain-fp32]",),
     "corrupt copies": (
         "test_integrity.py::test_a_local_snapshot_with_a_flipped_bit_is_refused_and_the_replica_used",
     ),
@@ -106,6 +107,7 @@ MORE = {
     "test_deepspeed_versions.py": "other versions",
     "test_metrics.py": "drills, seen by a real Prometheus",
     "test_pretrain_final_save.py": "a job that ends saves",
+    "test_pretrain_corruption.py": "silent corruption",
     "test_pretrain_errors.py": "an exception in the script",
     "test_pretrain_strict.py": "under NCCL's rules",
     "test_pretrain_ready.py": "standbys start roles ahead of need",

@@ -234,6 +234,12 @@ def parser() -> Parser:
         "(the default): 1 as long as copies keep up, else as few as let no step wait for them",
     )
     f.add_argument(
+        "--ft-verify",
+        action="store_true",
+        help="compare the checksums of what several roles hold alike, for each version before the one before "
+        "it is given up: where they differ, all do that step again, from where they were alike",
+    )
+    f.add_argument(
         "--ft-domain",
         default="",
         help="failure domain of this node, such as rack7; of several levels the widest first, row2/rack7; a "
@@ -475,6 +481,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         },
         log_format=args.ft_log_format,
         inject=args.ft_inject,
+        verify=args.ft_verify,
         max_restarts=args.max_restarts,
         direct=args.ft_direct_nodes,
         interfaces=interfaces.parse(args.ft_interface),

@@ -17,11 +17,11 @@ is `Running`, or the job is `Waiting` for what it lacks. A controller that learn
 
 One event is handled in three steps, all in `machine.Controller.handle`. First the part of the machine that it
 concerns takes it in: `reports` (what agents say while all is well), `worker_failures`, `node_failures`,
-`hang_response`, `changeovers` (roles that move or come back), `succession` (what a predecessor knew),
-`termination`, `script_settings`. What has failed they tell `recovery`, which owns the epochs and ends one.
-Then, if anything has changed that a decision may depend on, `decisions` decides how the job goes on. At last
-the observer adds what it comes to in time and numbers. Parts emit their effects in order (`emitter`); what
-only knows one subject, such as a drain or the plan's delivery, returns them to the part that asks.
+`hang_response`, `corruption`, `changeovers` (roles that move or come back), `succession` (what a predecessor
+knew), `termination`, `script_settings`. What has failed they tell `recovery`, which owns the epochs and ends
+one. Then, if anything has changed that a decision may depend on, `decisions` decides how the job goes on. At
+last the observer adds what it comes to in time and numbers. Parts emit their effects in order (`emitter`);
+what only knows one subject, such as a drain or the plan's delivery, returns them to the part that asks.
 
 One failure, followed through the code: a node says that a worker has died (`WorkerFailures.worker_lost`), its
 role is lost (`RecoveryCoordinator.fail`), and the epoch ends (`end_epoch`): all are told to leave it. Once

@@ -129,6 +129,11 @@ class ClusterState:
     """The same for who looks at the job, likewise."""
     initial_version: int | None = None
     """The version that the script makes by itself; known once a role has reached training."""
+    verified: int | None = None
+    """With `--ft-verify`, the newest version in which all who hold something alike are known to have the
+    same: nothing newer is gone on from, as long as this is held. None: nothing was compared yet."""
+    tainted: bool = False
+    """Whether newer ones are known to be wrong somewhere: they are not gone on from in any case."""
     newest_seen: int = 0
     """The newest version that any role is known to have had."""
     script_resumes: bool = False
@@ -464,6 +469,7 @@ class ClusterState:
         self.progress_mark = 0
         self.initial_version, self.newest_seen, self.script_start_version = None, 0, 0
         self.catalogue, self.parts = {}, []
+        self.verified, self.tainted = None, False
         self.restart_epoch, self.started_from = self.epoch, (None, "initial")
         self.groups.forget()
         self._compact = self._shown = None

@@ -13,6 +13,7 @@ from typing import assert_never
 
 from ft_core.control.changeovers import Changeovers
 from ft_core.control.cluster_state import ClusterState, Node, epoch_of
+from ft_core.control.corruption import Corruption
 from ft_core.control.decide.groups import Groups
 from ft_core.control.decide.ladder import EscalationCause
 from ft_core.control.decisions import Decisions
@@ -98,6 +99,7 @@ class Controller:
         self._decisions = Decisions(self._recovery)
         self._hangs = Detector()
         self._hang_response = HangResponse(self._recovery, self._hangs)
+        self._corruption = Corruption(self._recovery)
         self._changeovers = Changeovers(self._recovery)
         self._devices = DeviceFindings(self._recovery, self._changeovers)
         self._reports = Reports(self._recovery, self._hangs, self._changeovers)
@@ -332,6 +334,8 @@ class Controller:
                 self._node_failures.restore_failed(node, f"role {role} on {node.name}: {reason}", role)
             case m.NoIdleWorker(epoch=cluster.epoch, role=role):
                 self._recovery.fail(f"role {role} on {node.name}: no idle worker on its node", [role])
+            case m.Checksums():
+                self._corruption.heard(node, message)
             case m.Restored() | m.Stepped() | m.Reopened():
                 self._reports.on_progress(message)
             case m.Configure():
@@ -441,6 +445,7 @@ class Controller:
         if isinstance(self.phase, Running):
             self._reports.ask_about_script_end()
         self._hang_response.check()
+        self._corruption.check()
         self._changeovers.follow_notices()
         if not self.busy:
             self.cluster.records.prepare(AT_ONCE)

@@ -76,6 +76,8 @@ class EpochExecutor:
         """What the event that is being handled has led to."""
         self._view = view
         self._copies = Copies(about.node)
+        self.is_led = False
+        """Whether there is a connection to a controller, which compares what several roles hold alike."""
         self.ready = Ready(about, crew, view)
         self._strikes: tuple[float, list[m.FailureRecord]] = 0.0, []
         """For a successor of the controller: failures, and when it has told of them."""
@@ -103,6 +105,8 @@ class EpochExecutor:
     def tick(self) -> None:
         """Time has passed."""
         self.do(*self._copies.tick(self.now))
+        for worker, version in self._copies.not_compared(self.is_led, self.now):
+            self._commit(worker, version)
         if self.epoch > self.begun and self.now >= self._stuck_at:
             self._kill_stuck()
         self._look_for_silent_standbys()
@@ -279,7 +283,7 @@ class EpochExecutor:
             return  # INV-2 (epoch order)
         before, first = self.roles_here(), not self.epoch
         self.plan, self.epoch, self.parts = plan, plan.epoch, plan.parts
-        self._copies.epoch_ends()
+        self._copies.epoch_begins(NONE if plan.version is None else plan.version)
         self.do(UsePlan(plan))
         # INV-3 (one past): what is newer than the epoch's version is of a past that is done again.
         if plan.origin == "durable":
@@ -391,6 +395,7 @@ class EpochExecutor:
             policy=self.settings.policy,
             lr_intervention=self.settings.lr_intervention,
             snapshot=self.settings.snapshot,
+            verify=self.settings.verify,
             began_with=m.BeganWith(**dataclasses.asdict(self.settings.start)),
         )
 
@@ -469,10 +474,29 @@ class EpochExecutor:
         plan = self.plan
         found = self._copies.safe(event, self.adopted_by, self.now)
         if found is not None and plan is not None:
-            worker, effects = found
-            self.do(*effects)
-            if worker.committed == event.order.version:
-                self.do(*self._copies.write(worker, worker.committed, plan, self.settings, self.now))
+            worker, version = found
+            if self._copies.is_compared(worker, version, self.now):
+                self._commit(worker, version, of=event.order.version)
+
+    def _commit(self, worker: Worker, version: int, of: int | None = None) -> None:
+        """What `worker` holds is safe, up to that version. `of`: what has become safe just now."""
+        worker.committed = version
+        self.do(Commit(worker.number, version))
+        if self.plan is not None and of in (None, version):
+            self.do(*self._copies.write(worker, version, self.plan, self.settings, self.now))
+
+    def have_compared(self, worker: Worker, version: int, sums: dict[m.SegmentId, m.Digest]) -> None:
+        """Tell the checksums of what a role holds alike with others, which has just made them. A successor of
+        the controller hears of the version before, too."""
+        before = max((each for each in worker.sums if each < version), default=None)
+        worker.sums = {**({} if before is None else {before: worker.sums[before]}), version: sums}
+        self.say(m.Checksums(self.begun, worker.role, worker.pid, worker.device, worker.sums))
+
+    def verified(self, epoch: int, version: int) -> None:
+        """All who hold something alike have the same in that version."""
+        if epoch == self.epoch == self.begun:
+            for worker, safe in self._copies.verified(version):
+                self._commit(worker, safe)
 
     def save(self, wanted: m.SaveVersion) -> None:
         """The job ends: write what this node has to write of its last version."""

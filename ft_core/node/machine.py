@@ -238,7 +238,7 @@ class Agent:
     # -- the controller ------------------------------------------------------------------------
 
     def _greet(self, term: int, job: str) -> None:
-        self._connected = self._outage.served = True
+        self._connected = self._outage.served = self.epochs.is_led = True
         self._beat = -math.inf, None
         about = self.about
         who = about.node, term, about.pid, about.node_rank, about.domain, about.data
@@ -262,6 +262,7 @@ class Agent:
 
     def _alone(self, event: NotConnected) -> None:
         was, self._connected = self._connected, False
+        self.epochs.is_led = False
         if was and not event.other_job:
             self._outage.begins(self._now)
             self._leave_if_told()
@@ -299,6 +300,8 @@ class Agent:
                     self.epochs.begin(plan)
             case m.NodesChanged():
                 self.epochs.nodes_changed(message)
+            case m.Verified(epoch, version):
+                self.epochs.verified(epoch, version)
             case m.KillWorker(role):
                 if role is None:
                     self._do(KillNode())
@@ -403,7 +406,9 @@ class Agent:
         match message:
             case m.WorkerHello():
                 pass  # heard by whoever has taken the connection
-            case m.Staged(of, version):
+            case m.Staged(of, version, sums):
+                if of == role and sums:
+                    self.epochs.have_compared(worker, version, sums)
                 self.epochs.staged(worker, of, version)
             case m.Allocate():
                 self._allocate(worker, message)

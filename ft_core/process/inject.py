@@ -77,6 +77,10 @@ ERRORS: dict[str, Callable[[], object]] = {
 The last four are hangs: it is stopped, loops, holds the interpreter's lock, waits for a lock of its own."""
 
 
+FLIPS = ("weight", "moment")
+"""What of a worker's state may have a bit flipped: nobody is told."""
+
+
 @dataclass(frozen=True)
 class Injection:
     """One failure to come."""
@@ -101,16 +105,16 @@ def parse(text: str) -> list[Injection]:
             role, rest = part.split("@")
             point, step, *more = rest.split(":")
             how = more[0] if more else ""
-            if point not in POINTS or len(more) > 1 or how not in ("", "worker", *ERRORS):
+            if point not in POINTS or len(more) > 1 or how not in ("", "worker", *ERRORS, *FLIPS):
                 raise ValueError
-            if point in THREADS and how in ERRORS:
+            if point in THREADS and how in (*ERRORS, *FLIPS):
                 raise ValueError
             found.append(Injection(int(role), point, int(step), how))
         except ValueError:
             raise ConfigError(
                 f"--ft-inject: cannot read {part!r}; expected ROLE@POINT:STEP[:HOW] with POINT one of "
                 f"{', '.join(POINTS)}, and HOW worker or, but for {' and '.join(THREADS)}, "
-                f"{', '.join(ERRORS)}"
+                f"{', '.join((*ERRORS, *FLIPS))}"
             ) from None
     return found
 
@@ -121,6 +125,8 @@ class Injector:
     def __init__(self, job_dir: Path, text: str) -> None:
         self._pending = parse(text)
         self._job_dir = job_dir
+        self.flip: Callable[[str], None] = lambda _: None
+        """Flips a bit of the role's state, once there is one: of `FLIPS`, what."""
 
     @property
     def armed(self) -> bool:
@@ -149,6 +155,9 @@ class Injector:
         except FileExistsError:
             if injection.how != "errors":
                 return
+        if injection.how in FLIPS:
+            self.flip(injection.how)
+            return
         if injection.how in ERRORS:
             ERRORS[injection.how]()
         if injection.how == "worker":

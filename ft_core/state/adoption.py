@@ -61,13 +61,16 @@ class Snapshots:
         on_staged: Callable[[int, int], None],
         on_copy: Callable[[], None],
         epoch_is_over: Callable[[], bool],
+        verify: bool = False,
     ) -> None:
-        """`on_staged(role, version)` and `epoch_is_over` (see `Snapshotter`) are called from a thread."""
+        """`on_staged(role, version)` and `epoch_is_over` (see `Snapshotter`) are called from a thread.
+        `verify`: of the role itself."""
         self._role, self._adapter, self._epoch_is_over = role, adapter, epoch_is_over
         self._allocate, self._on_staged = allocate, on_staged
         self._maker = getattr(adapter, "maker", None)  # a class that does not name `Adapter` may have none
         about = on_copy, epoch_is_over, self._maker
-        own = Snapshotter(adapter, partial(allocate, role), partial(on_staged, role), *about)
+        own = Snapshotter(adapter, partial(allocate, role), partial(on_staged, role), *about, verify)
+        self._own = own
         self._of: dict[int, tuple[Any, Snapshotter]] = {role: (adapter, own)}
 
     def adopt(self, roles: Iterable[int]) -> frozenset[int]:
@@ -90,6 +93,11 @@ class Snapshots:
                 )
         self._of = kept
         return frozenset(kept)
+
+    @property
+    def sums(self) -> dict[str, str]:
+        """The checksums of the role's newest version; see `Snapshotter.sums`."""
+        return self._own.sums
 
     def note(self, version: int) -> None:
         """Everything is `version`; see `Snapshotter.note`."""

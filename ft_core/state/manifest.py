@@ -88,10 +88,15 @@ class CopyTarget(NamedTuple):
     """The checksums of the chunks in it, an older copy of the same layout; none where that is not known."""
 
 
-def layout(holders: tuple[int, ...], tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> Segment:
-    """Lay tensors, given as (name, dtype, shape, nbytes), out one after the other."""
+def layout(
+    holders: tuple[int, ...], tensors: Iterable[tuple[str, str, tuple[int, ...], int]], apart: int = 0
+) -> Segment:
+    """Lay tensors, given as (name, dtype, shape, nbytes), out one after the other. The first `apart` of them
+    share no chunk with the others."""
     items, offset = [], 0
-    for name, dtype, shape, nbytes in tensors:
+    for number, (name, dtype, shape, nbytes) in enumerate(tensors):
+        if number == apart:
+            offset = -(-offset // CHUNK) * CHUNK
         items.append(Item(name, dtype, shape, offset, nbytes))
         offset = -(-(offset + nbytes) // ALIGN) * ALIGN
     return Segment(holders, tuple(items))

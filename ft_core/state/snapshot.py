@@ -54,8 +54,12 @@ class _Fence:
     event: stream.Event
 
 
-_Row = tuple[str, torch.dtype, torch.Size, tuple[int, ...]]
-"""What a tensor's place depends on: name, dtype, shape, holders."""
+_Row = tuple[str, torch.dtype, torch.Size, tuple[int, ...], bool]
+"""What a tensor's place depends on: name, dtype, shape, holders, and whether it is compared with theirs."""
+_Place = tuple[str, str, tuple[int, ...], int]
+_OWN = ("ft/", "kept.")
+"""What the names begin with of what holders may have otherwise, though any of it serves: the envelope, and
+what scripts keep."""
 
 
 class Snapshotter:
@@ -69,8 +73,13 @@ class Snapshotter:
         on_copy: Callable[[], None] = lambda: None,
         epoch_is_over: Callable[[], bool] = lambda: False,
         maker: Maker | None = None,
+        verify: bool = False,
     ) -> None:
-        """`epoch_is_over`: of the epoch that the state was made in. `maker`: of the state."""
+        """`epoch_is_over`: of the epoch that the state was made in. `maker`: of the state. `verify`: have
+        checksums of what holders have alike, to the bit."""
+        self._verify = verify
+        self.sums: dict[str, str] = {}
+        """By segment, that of the newest version that is whole; of segments of which there is one."""
         self._maker = maker
         self._epoch_is_over = epoch_is_over
         self._state = state
@@ -89,6 +98,8 @@ class Snapshotter:
         """Bytes that the envelope has in the layout."""
         self._rows: list[_Row] = []
         self._layout: list[Segment] = []
+        self._alike: list[int] = []
+        """By segment, the first chunk of what all its holders have to the bit; all behind it is so."""
         self._copies = DeviceCopies()
 
     def note(self, version: int) -> None:
@@ -185,9 +196,10 @@ class Snapshotter:
 
     def _segments(self, tensors: Sequence[StateTensor]) -> list[Segment]:
         """Those of the step before, unless it had other tensors."""
-        rows = [(t.name, t.tensor.dtype, t.tensor.shape, t.holders) for t in tensors]
+        rows = [(*_row(t), self._verify and is_compared(t)) for t in tensors]
         if rows != self._rows:
-            self._rows, self._layout = rows, _laid_out(rows)
+            self._rows = rows
+            self._layout, self._alike = _laid_out(rows)
         return self._layout
 
     def _buffer_for(self, segments: list[Segment]) -> MappedBuffer:
@@ -236,6 +248,12 @@ class Snapshotter:
                     _copy_from_host(buffer, index, by_name, likely[index])
                 else:
                     self._copies.copy(buffer, index, lambda name: _bytes_of(by_name[name]))
+        # Of the checksums that were just made: it reads 8 bytes for each MiB.
+        self.sums = {
+            segment.id: xxhash.xxh3_64_hexdigest(buffer.checksums(index)[first:])
+            for index, (segment, first) in enumerate(zip(buffer.segments, self._alike, strict=True))
+            if first < segment.chunks and self._verify
+        }
         buffer.version = version
         self._on_staged(version)
 
@@ -383,9 +401,26 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return whole.view(-1).view(torch.uint8)
 
 
-def _laid_out(rows: list[_Row]) -> list[Segment]:
-    groups: dict[tuple[int, ...], list[tuple[str, str, tuple[int, ...], int]]] = {}
-    for name, dtype, shape, holders in rows:
+def _row(state: StateTensor) -> tuple[str, torch.dtype, torch.Size, tuple[int, ...]]:
+    return state.name, state.tensor.dtype, state.tensor.shape, state.holders
+
+
+def is_compared(state: StateTensor) -> bool:
+    """Weights and moments that others hold too. What each of them may have otherwise, such as random states,
+    running statistics, or what a script keeps, is not."""
+    number = state.tensor.is_floating_point() or state.tensor.is_complex()
+    return number and len(state.holders) > 1 and not state.volatile and not state.name.startswith(_OWN)
+
+
+def _laid_out(rows: list[_Row]) -> tuple[list[Segment], list[int]]:
+    """Segments, and of each the first chunk of what is compared: that comes last, in chunks of its own."""
+    groups: dict[tuple[int, ...], tuple[list[_Place], list[_Place]]] = {}
+    for name, dtype, shape, holders, compared in rows:
         about = (name, str(dtype).removeprefix("torch."), tuple(shape), shape.numel() * dtype.itemsize)
-        groups.setdefault(holders, []).append(about)
-    return [layout(holders, groups[holders]) for holders in sorted(groups)]
+        groups.setdefault(holders, ([], []))[compared].append(about)
+    segments, first = [], []
+    for holders in sorted(groups):
+        own, alike = groups[holders]
+        segments.append(segment := layout(holders, [*own, *alike], apart=len(own)))
+        first.append(segment.items[len(own)].offset // CHUNK if alike else segment.chunks)
+    return segments, first

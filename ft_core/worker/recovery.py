@@ -59,6 +59,7 @@ class Recovery:
             self._staged,
             on_copy=lambda: shell.point("d2h"),
             epoch_is_over=lambda: shell.epoch_is_over,
+            verify=shell.machine.plan.verify,
         )
         self.calls = KeepCalls(adapter)
         self.pause = Pause()
@@ -246,6 +247,8 @@ class Recovery:
                 shell.check_epoch()
 
     def _staged(self, role: int, version: int) -> None:
+        sums: dict[str, str] = {}
         if role == self._shell.machine.role:
             self._shell.control[Word.STAGED] = version
-        self._shell.send(m.Staged(role, version))
+            sums = self.snapshots.sums
+        self._shell.send(m.Staged(role, version, sums))

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -27,8 +28,8 @@ from ft_core.process.timeline import timeline
 from ft_core.protocol import messages as m
 from ft_core.protocol.groups import GroupId
 from ft_core.state.memory import IN_OPTIMIZER, Word, word_of_loss
+from ft_core.worker import bit_flip, imports, marks
 from ft_core.worker import events as e
-from ft_core.worker import imports, marks
 from ft_core.worker.groups import Groups
 from ft_core.worker.in_place import InPlace
 from ft_core.worker.logs import played, printed
@@ -217,6 +218,7 @@ class Session:
             raise ConfigError(objection)
         self._shell.is_at(version)
         self._began_at = version
+        self._shell.injector.flip = partial(bit_flip.flip, adapter)
         about_role = adapter, redo, self._about_ahead
         self._recovery = recovery = Recovery(self._shell, self.groups, *about_role)
         if self._plan.detached:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect as types
 
-TEXTS = ("a", "0-3:1#0", "1-a", "0-3:1", "step-00000001-1-1-1")
+TEXTS = ("a", "0-3:1#0", "1-a", "0-3:1", "step-00000001-1-1-1", "0123456789abcdef")
 """One of them is a text of any kind there is."""
 
 

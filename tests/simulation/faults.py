@@ -349,6 +349,14 @@ def sicken(job: SimJob, rng: Random) -> None:
             job.world.at(rng.choice((0.0, 0.3, 3.0)), lambda: node.reports(xid, device))
 
 
+def flip(job: SimJob, rng: Random) -> None:
+    """A bit of a role's state flips, once it has made one of its next versions."""
+    if not job.flipped:
+        job.flipped = True
+        job.flip = rng.randrange(job.training.roles), job.training.newest + rng.choice((1, 2))
+        job.world.trace(f"a bit of (role, version) {job.flip} will flip")
+
+
 def poison(job: SimJob, rng: Random) -> None:
     """A role's worker dies whenever it has made a certain version: nothing helps against that."""
     if job.poison is None:
@@ -564,7 +572,9 @@ def schedule(job: SimJob, rng: Random) -> float:
         faults = LEADERS
     elif job.shape.elects:
         faults = {fault: faults.get(fault, 0) + ELECTION.get(fault, 0) for fault in (*faults, *ELECTION)}
-    if job.shape.restarts:
+    if job.shape.flips:
+        faults = {flip: 6, kill_worker: 2, kill_node: 2}
+    if job.shape.restarts and not job.shape.flips:
         faults = faults | {diverge: 4, stray: 4}
     if job.shape.relays:
         faults = faults | {lose_relay: 8}

@@ -90,6 +90,11 @@ class Shape:
     """Standbys start roles ahead of need."""
     relays: bool = False
     """Some nodes have no connection with the controller, but others speak for them."""
+    verifies: bool = False
+    """What roles hold alike is compared."""
+    flips: bool = False
+    """A bit of it flips. Then nothing else fails but workers and nodes: while a controller is away, or not
+    heard, nobody compares."""
     restarts: int = 0
     """How often in a row its scripts are started again."""
     cut_short: bool = False
@@ -145,12 +150,13 @@ class SimJob:
             spares=shape.spares,
             heartbeat=_SILENCE / (3 if shape.brief else 12),
             heartbeats_missed=3 if shape.brief else 12,
-            strikes=2,
+            strikes=99 if shape.flips else 2,
             strike_minutes=1 / 3,
             quiesce_timeout=6.0,
             hang_limit=90.0,
             ready_standbys=shape.per_node if shape.ready else 0,
             max_restarts=shape.restarts,
+            verify=shape.verifies,
             **({} if shape.brings else self.wanted),
         )
         groups = 1 if shape.adopts else shape.groups
@@ -195,6 +201,12 @@ class SimJob:
         """The same, as it has to be."""
         self.disk_full = False
         """That which the controller's files are on."""
+        self.flipped = False
+        """Whether one has, or will."""
+        self.flips_of = -1
+        """Of which role's state it is."""
+        self.flip: tuple[int, int] | None = None
+        """The role and the version of whose state a bit flips."""
         self.poison: tuple[int, int] | None = None
         """A role, and the version at whose beginning its worker dies, whoever plays it."""
         self.errors = Errors(self)
@@ -447,6 +459,8 @@ class SimJob:
                 raise Invariant.EVENTS.broken(
                     f"{event.event} of epoch {event.epoch}, and roles {missing} have not"
                 )
+        if event.event in ("corruption", "not_compared") or event.more.get("fault") is m.Fault.CORRUPTION:
+            self._check_corruption(event)
         if event.event == "link":
             self._spared(event.more["replaced"], controller)
             machines = [name.partition("+")[0] for name in event.more["nodes"]]
@@ -484,10 +498,17 @@ class SimJob:
         if event.epoch > self._epoch:
             self._epoch, self._promised = event.epoch, self.storage.newest()
 
+    def _check_corruption(self, event: ev.Record) -> None:
+        """A bit has flipped, of that role's; and nobody is taken for one who is not compared."""
+        if event.event == "not_compared" and "no two roles hold" in event.reason:
+            return
+        if not self.flipped or not set(event.roles) <= {self.flips_of} or event.event == "not_compared":
+            raise Invariant.BLAME.broken(f"roles {event.roles}: {event.event}, {event.reason}")
+
     def _saved(self, controller: SimController, event: ev.Record) -> None:
         """Before the job ends, that version is on storage: no older one than its nodes hold together."""
         seen = [node for node in self.live() if node.name in controller.machine.cluster.nodes]
-        version, held = event.more["version"], self._held(seen)
+        version, held = event.more["version"], self._held_and_compared(seen, controller)
         names = [name for name in self.storage.complete() if durable.version_of(name) == version]
         if not names or version < held:
             raise Invariant.SAVED.broken(f"nodes hold version {held}, {names} are complete: {event.reason}")
@@ -499,7 +520,11 @@ class SimJob:
         """It is not, and nobody is to blame."""
         seen = [node for node in self.live() if node.name in controller.machine.cluster.nodes]
         well = self.network.sound and not self.outcome.pauses and not controller.slept
-        if well and not self.storage.ever_ailed and self._held(seen) > self._begun_with:
+        if (
+            well
+            and not self.storage.ever_ailed
+            and self._held_and_compared(seen, controller) > self._begun_with
+        ):
             raise Invariant.SAVED.broken(
                 f"all is well, and the nodes hold {self._held(seen)}: {event.reason}"
             )
@@ -588,6 +613,11 @@ class SimJob:
             raise Invariant.LINKS.broken(
                 f"{name} is replaced for a broken link, and holds what nobody else does"
             )
+
+    def _held_and_compared(self, nodes: list[SimNode], controller: SimController) -> int:
+        """The same, but for what may be wrong, where that is looked for."""
+        held, alike = self._held(nodes), controller.machine.cluster.verified
+        return held if alike is None else min(held, alike)
 
     def _held(self, nodes: list[SimNode]) -> int:
         """The newest version of which all state is in the memory of these; -1: there is none."""

@@ -34,6 +34,7 @@ from ft_core.node import epochs as node
 from ft_core.node.events import Commit, DropAfter
 from ft_core.node.link import pending_reports as said
 from ft_core.node.machine import Agent
+from ft_core.node.memory.copies import Copies
 from ft_core.node.workers import standbys as ready
 from ft_core.node.workers.worker_table import WorkerTable
 from ft_core.protocol import messages as m
@@ -77,6 +78,21 @@ def what_is_on_storage_is_new_enough() -> None:
 def commit_after_the_barrier() -> None:
     """The commit is waited for after the barrier, not before it: who has passed does not know of all."""
     SimWorker.barrier_first = True
+
+
+def nobody_waits_until_what_is_held_alike_is_compared() -> None:
+    """A step goes ahead with what is wrong somewhere, and the version before is overwritten."""
+    Copies.is_compared = lambda self, worker, version, now: True  # type: ignore[method-assign]
+
+
+def what_was_not_compared_is_gone_on_from() -> None:
+    """After a failure all go on from the newest version, whether it was compared or not."""
+    original = version_choice.choose_version
+
+    def mutated(*about: Any, newest: int | None = None, **more: Any) -> version_choice.Choice:
+        return original(*about, **more)
+
+    version_choice.choose_version = mutated
 
 
 def survivors_keep_their_weights() -> None:
@@ -574,6 +590,15 @@ DERIVED: dict[str, Callable[[], None]] = {
     mutation.__name__: mutation for mutation in (survivors_keep_their_weights,)
 }
 """Of jobs in which not all is copied."""
+
+FLIPPED: dict[str, Callable[[], None]] = {
+    mutation.__name__: mutation
+    for mutation in (
+        nobody_waits_until_what_is_held_alike_is_compared,
+        what_was_not_compared_is_gone_on_from,
+    )
+}
+"""Of jobs in which a bit flips."""
 
 ELECTED: dict[str, Callable[[], None]] = {
     mutation.__name__: mutation

@@ -56,6 +56,10 @@ RELAYS = 10**9
 """Seeds from this on, or as far below 0, are of jobs in which some nodes speak for others."""
 EVERY = 2 * 10**9
 """From this on, counted from here, they are of jobs in which not each version is protected."""
+VERIFIES = 2 * EVERY
+"""From this on, counted as of that, what roles hold alike is compared."""
+FLIPS = 3 * EVERY
+"""From this on, bits of that flip."""
 
 
 def simulate(seed: int, world: World | None = None) -> Outcome:
@@ -67,7 +71,11 @@ def simulate(seed: int, world: World | None = None) -> Outcome:
     found = replace(found, derives=abs(seed) % READY >= DERIVES and (found.groups == 1 or found.adopts))
     if abs(seed) % DERIVES >= LADDER:
         found = replace(found, restarts=1 + abs(seed) % 3)
-    if abs(seed) >= EVERY and found.policy != "shrink":
+    if abs(seed) >= VERIFIES:
+        found = replace(found, verifies=True, flips=abs(seed) >= FLIPS)
+    if (
+        EVERY <= abs(seed) < VERIFIES or (VERIFIES <= abs(seed) < FLIPS and seed % 2)
+    ) and found.policy != "shrink":
         every = 2 + size % 8
         found = replace(found, every=every) if every < 9 else replace(found, slow=True)
     if drains:

@@ -10,8 +10,20 @@ import pytest
 
 from . import node
 from .__main__ import failure, failures
-from .mutations import DERIVED, DRAINED, ELECTED, LADDERS, MUTATIONS, READY_MADE
-from .schedules import DERIVES, DRAINS, EVERY, LADDER, NOTICED, READY, RELAYS, SICK, simulate
+from .mutations import DERIVED, DRAINED, ELECTED, FLIPPED, LADDERS, MUTATIONS, READY_MADE
+from .schedules import (
+    DERIVES,
+    DRAINS,
+    EVERY,
+    FLIPS,
+    LADDER,
+    NOTICED,
+    READY,
+    RELAYS,
+    SICK,
+    VERIFIES,
+    simulate,
+)
 
 SCHEDULES = int(os.environ.get("SCHEDULES", "2000"))
 FAILED_ONCE = {
@@ -182,6 +194,7 @@ STARTS = {
     "standbys that start roles ahead of need": (READY, DRAINS + READY, RELAYS + READY, -READY - FEW),
     "the rest is derived": (DERIVES, DRAINS + READY + DERIVES, RELAYS + DERIVES, -DERIVES - FEW),
     "roles begin anew": (LADDER, -LADDER - FEW),
+    "what roles hold alike is compared": (VERIFIES, FLIPS),
     "not each version is protected": (EVERY, EVERY + DRAINS, -EVERY - READY - FEW, EVERY + LADDER),
 }
 """The first seeds of kinds of schedules: `FEW` from each are tried."""
@@ -257,6 +270,11 @@ def test_a_mutation_of_the_ladder_is_found(name: str) -> None:
 @pytest.mark.parametrize("name", DERIVED)
 def test_a_mutation_of_what_is_derived_is_found(name: str) -> None:
     check_found(DERIVED[name], range(DERIVES, DERIVES + SCHEDULES))
+
+
+@pytest.mark.parametrize("name", FLIPPED)
+def test_a_mutation_of_what_keeps_a_flipped_bit_from_spreading_is_found(name: str) -> None:
+    check_found(FLIPPED[name], range(FLIPS, FLIPS + SCHEDULES))
 
 
 @pytest.mark.parametrize("name", ELECTED)

@@ -475,12 +475,16 @@ class SimWorker(Process):
         trained = self.deal.step_done(step, self.membership)
         if job.shape.derives:  # the optimizer has stepped, and the version is whole once all have gathered
             yield from self._together("gather", 2 * 10**6 + self.version)
-        self.weights = self.content = after(self.content, self.epoch, step, trained)
+        self.weights = self.content = after(self.content, 0 if job.shape.flips else self.epoch, step, trained)
         self.training.deals[self.content] = self.deal.to_json()
         self.version = step
         self.words.version = self.words.tag = self.version
         self.words.step_ns = int(1e9 * (self.world.now - since))
         self.training.stepped(self, trained)
+        if job.flip == (self.role, self.version) and len(self.members) > 1:  # else nobody has the same
+            job.flip, job.flips_of = None, self.role
+            self.weights = self.content = self.content ^ 1
+            self.training.deals[self.content] = self.deal.to_json()
         job.achieved.add(("resumed", self.epoch, self.role))
         poisoned = job.poison == (self.role, self.version)
         if self.machine.reports_step:
@@ -578,10 +582,17 @@ class SimWorker(Process):
         def copied() -> None:
             self.node.store.write(memory, slot, version, content)
             self._copying -= 1
-            self._say(m.Staged(role, version))
+            self._say(m.Staged(role, version, self._sums(role, content)))
             self.pump()
 
         self.later(self._some(0.03), copied)
+
+    def _sums(self, role: int, content: Content) -> dict[str, str]:
+        """Of what others hold as well, where that is compared."""
+        if not self.plan.verify or role != self.role:
+            return {}
+        alike = (s for s in self.training.segments(role) if len(s.holders) > 1)
+        return {segment.id: f"{content % (1 << 64):016x}" for segment in alike}
 
     @property
     def held(self) -> list[int]:

@@ -213,9 +213,15 @@ def _choose(
         catalogue=known,
         adopters={role: roles[by] for role, by in adopted.items()},
     )
-    choice = None
+    choice, newest = None, cluster.verified
     with contextlib.suppress(Unrecoverable):
-        choice = choose(durable=())
+        choice = choose(durable=(), newest=newest)
+    if (
+        choice is None and newest is not None and not cluster.tainted
+    ):  # what was not compared is better than nothing
+        newest = None
+        with contextlib.suppress(Unrecoverable):
+            choice = choose(durable=())
     # Storage is asked only where memory does not suffice, or may have less than was promised: of copies that
     # are left over from former places, where perhaps nobody is left who knows how far others have come.
     if (
@@ -226,7 +232,7 @@ def _choose(
     ):
         if (found := _durable(cluster, nodes, durable)) is None:
             return ListCheckpoints(nodes)
-        choice = choose(durable=found)
+        choice = choose(durable=found, newest=newest)
     sources = dict(choice.sources)
     for role in adopted:  # without what its adopter has anyway
         sources[role] = {s: where for s, where in sources[role].items() if s in known[role]}

@@ -66,6 +66,7 @@ def choose_version(
     reached: int | None = None,
     catalogue: Mapping[int, Collection[str]] | None = None,
     adopters: Mapping[int, str] | None = None,
+    newest: int | None = None,
 ) -> Choice:
     """Choose the newest version that every role can have.
 
@@ -84,10 +85,15 @@ def choose_version(
     `adopters` (role -> node) is where another role holds what one that is away had alone: that needs a copy
     beside its own state, also where the node has a snapshot of the role itself.
 
+    `newest`: what is newer than that is not used, whoever has it. None: everything is.
+
     Raises Unrecoverable, with what was lost, when neither memory nor start-up nor a checkpoint helps.
     """
     roles = list(roles)
     holdings = _VersionIndex(reports, roles, placements or {}, previous or {}, catalogue)
+    if newest is not None:
+        holdings.versions = {version for version in holdings.versions if version <= newest}
+        durable = [version for version in durable if version <= newest]
     best: tuple[int, list[tuple[int, str | None]]] | None = None
     for version in sorted(holdings.versions | ({initial} if initial is not None else set()), reverse=True):
         lost = holdings.missing(version)
@@ -99,8 +105,8 @@ def choose_version(
         if version in holdings.versions and (best is None or len(lost) < len(best[1])):
             best = (version, lost)
 
-    newest = max([*holdings.versions, *durable, *([] if reached is None else [reached])], default=initial)
-    if initial is not None and newest is not None and newest <= initial:
+    known = max([*holdings.versions, *durable, *([] if reached is None else [reached])], default=initial)
+    if initial is not None and known is not None and known <= initial:
         computed = {role for role, _ in holdings.missing(initial)}
         sources = holdings.sources(initial, computed, adopters or {})
         return Choice(initial, "initial", {r: {} for r in computed} | sources)

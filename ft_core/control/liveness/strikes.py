@@ -66,6 +66,7 @@ RULES: dict[Fault, tuple[Retry, Counts]] = {
     Fault.KILLED: (Retry.YES, Counts.YES),
     Fault.OUT_OF_MEMORY: (Retry.YES, Counts.YES),
     Fault.CRASHED: (Retry.YES, Counts.YES),
+    Fault.CORRUPTION: (Retry.YES, Counts.YES),
     Fault.TERMINATED: (Retry.YES, Counts.NO),
     Fault.NODE: (Retry.YES, Counts.YES),
     Fault.DEVICE_WARNING: (Retry.YES, Counts.YES),
@@ -222,6 +223,11 @@ def of_link(node: str, said: Suspect) -> FailureRecord:
     return FailureRecord(place(node), -1, said.role, said.epoch, -1, Fault.LINK, "", age=0.0)
 
 
+def of_corruption(node: str, device: int, role: int, pid: int, step: int) -> FailureRecord:
+    """State that was computed wrongly, in the version `step`."""
+    return FailureRecord(place(node), device, role, pid, step, Fault.CORRUPTION, "", age=0.0)
+
+
 def of_node(node: str, agent: int, fault: Fault) -> FailureRecord:
     """The loss of a node. `agent`: its pid."""
     return FailureRecord(place(node), -1, -1, agent, -1, fault, "", age=0.0)
@@ -245,5 +251,8 @@ def exit_code(lost: WorkerLost) -> int:
 
 
 def _same(a: FailureRecord, b: FailureRecord) -> bool:
-    same = (a.place, a.role, a.pid, a.fault) == (b.place, b.role, b.pid, b.fault)
-    return same and (a.device, a.signature) == (b.device, b.signature)
+    if (a.place, a.role, a.pid, a.fault) != (b.place, b.role, b.pid, b.fault):
+        return False
+    if (a.device, a.signature) != (b.device, b.signature):
+        return False
+    return a.fault is not Fault.CORRUPTION or a.step == b.step  # of which a worker does not end

@@ -111,6 +111,13 @@ EVENTS: Mapping[str, Event] = {
             "said": "in the driver's words",
         },
     ),
+    "corruption": Event(
+        "with [`--ft-verify`](operations/settings.md#silent-corruption): who held corrupt state (`roles`), "
+        "as the step that was done again has shown; without `roles` it has not"
+    ),
+    "not_compared": Event(
+        "with `--ft-verify`: what is not compared, or not any more, and why; once of each (`roles`)"
+    ),
     "avoided": Event(
         "a node has failed so often, or has such a device, that it is not used while there is another "
         "([its record](operations/change.md#a-nodes-record))",

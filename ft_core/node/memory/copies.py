@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ft_core.node.events import (
-    Commit,
     DurableDone,
     Effect,
     Replicate,
@@ -37,6 +36,11 @@ class _Copying:
     """When it is tried again; None while it is being tried."""
 
 
+COMPARING = 5.0
+"""Seconds that a version which is safe waits for the word that its holders have the same: training does not
+stand for a controller that is held up."""
+
+
 class Copies:
     """The copies of all snapshots of this epoch, and what is being written."""
 
@@ -45,10 +49,20 @@ class Copies:
         self._copying: dict[Replicate, _Copying] = {}
         self._writing: dict[int, tuple[m.Version, float]] = {}
         """Role -> the version of it that is being written to storage, and since when."""
+        self._verified = NONE
+        """The newest version in which, as the controller has said, all holders have the same."""
+        self._comparing: dict[int, tuple[Worker, m.Version, float]] = {}
+        """By worker, the version that waits for that, and since when."""
 
     def epoch_ends(self) -> None:
         """What is not safe by now is of a past that may be done again."""
         self._copying.clear()
+        self._comparing.clear()
+
+    def epoch_begins(self, version: m.Version) -> None:
+        """All go on from that version."""
+        self.epoch_ends()
+        self._verified = version
 
     def staged(self, worker: Worker, role: int, version: m.Version, epoch: int, now: float) -> list[Effect]:
         """A snapshot is whole, of the role that `worker` plays, or of one that it has adopted."""
@@ -82,9 +96,9 @@ class Copies:
 
     def safe(
         self, event: Replicated, adopted: Callable[[int], list[int]], now: float
-    ) -> tuple[Worker, list[Effect]] | None:
-        """A snapshot has arrived wherever it must be: whose it is, and the commit word, which goes by the
-        oldest of what the worker holds. `adopted`: the roles that one has adopted."""
+    ) -> tuple[Worker, m.Version] | None:
+        """A snapshot has arrived wherever it must be: whose it is, and the version that is safe, which goes
+        by the oldest of what the worker holds. `adopted`: the roles that one has adopted."""
         order, copying = event.order, self._copying.pop(event.order, None)
         if copying is None or not copying.worker.plays:
             return None
@@ -92,10 +106,38 @@ class Copies:
         worker.copy_s = now - copying.since
         # INV-4 (nothing lost): no step is done before the version that it begins with is in enough places.
         worker.replicated[order.role] = max(worker.replicated.get(order.role, NONE), order.version)
-        worker.committed = min(
-            worker.replicated.get(role, NONE) for role in [worker.role, *adopted(worker.role)]
-        )
-        return worker, [Commit(worker.number, worker.committed)]
+        return worker, min(worker.replicated.get(role, NONE) for role in [worker.role, *adopted(worker.role)])
+
+    # -- what holders have alike ---------------------------------------------------------------
+
+    def is_compared(self, worker: Worker, version: m.Version, now: float) -> bool:
+        """Whether that version of what `worker` holds is found alike, or need not be. If not it waits."""
+        if version not in worker.sums or version <= self._verified:
+            return True
+        self._comparing[worker.number] = worker, version, now
+        return False
+
+    def verified(self, version: m.Version) -> list[tuple[Worker, m.Version]]:
+        """Holders have the same in that version: those that have waited for it."""
+        self._verified = max(self._verified, version)
+        return self._go_on(lambda waits, _: waits <= version)
+
+    def not_compared(self, led: bool, now: float) -> list[tuple[Worker, m.Version]]:
+        """Those that wait no longer, since nobody may be there who compares."""
+        late = self._go_on(lambda _, since: not led or now >= since + COMPARING)
+        for worker, version in late if led else ():
+            log.warning(
+                "node %s: role %d, version %d: not compared with the other holders' within %g s, and gone "
+                "on from",
+                *(self._node, worker.role, version, COMPARING),
+            )
+        return late
+
+    def _go_on(self, which: Callable[[m.Version, float], bool]) -> list[tuple[Worker, m.Version]]:
+        found = {n: (w, v) for n, (w, v, since) in self._comparing.items() if which(v, since)}
+        for number in found:
+            del self._comparing[number]
+        return [(worker, version) for worker, version in found.values() if worker.plays]
 
     # -- storage -------------------------------------------------------------------------------
 

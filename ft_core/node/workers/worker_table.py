@@ -11,11 +11,13 @@ from enum import Enum, auto
 
 from ft_core.protocol.messages import (
     Counts,
+    Digest,
     Epoch,
     Fault,
     Redundancy,
     ReplicaGroup,
     ScriptFailed,
+    SegmentId,
     Stage,
     Version,
     WorkerLost,
@@ -70,6 +72,8 @@ class Worker:
     """By role that it holds, its own and adopted ones, the newest version that is safe in this epoch."""
     committed: Version = NONE
     """Its commit word."""
+    sums: dict[Version, dict[SegmentId, Digest]] = field(default_factory=dict)
+    """By version, of the newest ones, the checksums of what others hold alike."""
     copy_s: float = 0.0
     """Seconds that it took to have its newest version safe."""
     completed: tuple[int, int] = (0, 0)

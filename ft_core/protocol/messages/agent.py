@@ -29,6 +29,7 @@ from ft_core.protocol.messages.values import (
     CheckpointName,
     Counts,
     DeviceAction,
+    Digest,
     Epoch,
     FailureRecord,
     Fault,
@@ -153,6 +154,17 @@ class WorkerLost(Message, frozen=True):
     signature: str = ""
     traceback: str = ""
     age: float = 0.0
+
+
+class Checksums(Message, frozen=True):
+    """With `--ft-verify`: the checksums of what a role holds alike with others, in the versions that it has
+    of the epoch. `pid`, `device`: its worker's."""
+
+    epoch: Epoch
+    role: Role
+    pid: Number
+    device: Number
+    versions: dict[Version, dict[SegmentId, Digest]]
 
 
 class NoIdleWorker(Message, frozen=True):
@@ -327,7 +339,7 @@ class AgentHello(Message, frozen=True):
 
 
 OfRole = (
-    WorkerLost | NoIdleWorker | RestoreFailed | RoleLayout | Prepared
+    WorkerLost | Checksums | NoIdleWorker | RestoreFailed | RoleLayout | Prepared
     | Restored | Stepped | Reopened | PausedAtStep | Unprotected | Suspect | Completed | Finished
 )  # fmt: skip
 """What must be known of a role, whichever controller leads."""
@@ -403,6 +415,13 @@ class NodesChanged(Message, frozen=True):
     id: PlanId
     nodes: dict[NodeName, NodeAddress | None]
     all: bool = False
+
+
+class Verified(Message, frozen=True):
+    """With `--ft-verify`: in this version of the epoch, and all before it, holders have the same."""
+
+    epoch: Epoch
+    version: Version
 
 
 class KillWorker(Message, frozen=True):
@@ -530,5 +549,5 @@ class Shutdown(Message, frozen=True):
 ToAgent = (
     LeaderHello | OtherJob | Hosts | OwnPlan | SharedPlan | NodesChanged | ToRole | KillWorker | Examine
     | DescribeRole | ListDurable | ProbeNodes | SendHeartbeat | SendState | SendFlight | DescribeFlight
-    | Prepare | Withdraw | GivenUp | UseSettings | KeepStrikes | Drain | SaveVersion | Shutdown
+    | Prepare | Withdraw | Verified | GivenUp | UseSettings | KeepStrikes | Drain | SaveVersion | Shutdown
 )  # fmt: skip

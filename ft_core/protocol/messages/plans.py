@@ -93,6 +93,7 @@ class WorkerPlan(EpochStart, frozen=True):
     lr_intervention: str
     snapshot: str
     began_with: BeganWith
+    verify: bool = False
     surrogates: Counterparts = Counterparts(())
     """For roles that start while others train: those that come back, and those that move, which train
     themselves, elsewhere."""

@@ -28,6 +28,8 @@ Holders = Roles
 Number = Annotated[int, Meta(ge=-_WORD, le=_WORD)]
 Size = Annotated[int, Meta(ge=0, le=_WORD)]
 SegmentId = str
+Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
+"""A checksum of what several roles hold alike."""
 NodeName = str
 Session = Annotated[str, Meta(pattern=r"^[0-9a-z]{1,64}\Z")]
 """The name of one controller's process, which no other has: pulses for another do not count."""
@@ -228,6 +230,8 @@ class Fault(StrEnum):
     """SIGKILL of the kernel, since the host's memory, or the cgroup's, is used up."""
     CRASHED = "crashed"
     """Another signal, by which a process ends that goes wrong (SIGSEGV, SIGBUS, SIGABRT)."""
+    CORRUPTION = "corruption"
+    """Its state is not what others hold alike, and what it was made from is. No worker ends of it."""
     TERMINATED = "terminated"
     """It was told to end: by SIGTERM, SIGINT or SIGHUP, or by this job's controller."""
     NODE = "node"

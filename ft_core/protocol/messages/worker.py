@@ -11,6 +11,7 @@ from ft_core.protocol.messages.plans import WorkerPlan
 from ft_core.protocol.messages.roles import FromRole, ToRole
 from ft_core.protocol.messages.values import (
     Counts,
+    Digest,
     Epoch,
     Fault,
     Layout,
@@ -18,6 +19,7 @@ from ft_core.protocol.messages.values import (
     Number,
     ReplicaGroup,
     Role,
+    SegmentId,
     Size,
     Stage,
     StartupEntry,
@@ -37,10 +39,12 @@ class WorkerHello(Message, frozen=True):
 
 
 class Staged(Message, frozen=True):
-    """A snapshot of a role, this worker's own or an adopted one, is whole."""
+    """A snapshot of a role, this worker's own or an adopted one, is whole. `sums`: with `--ft-verify`, those
+    of its segments that others hold alike."""
 
     role: Role
     version: Version
+    sums: dict[SegmentId, Digest] = {}
 
 
 class Allocate(Message, frozen=True):
