@@ -481,7 +481,8 @@ class SimWorker(Process):
         self.words.version = self.words.tag = self.version
         self.words.step_ns = int(1e9 * (self.world.now - since))
         self.training.stepped(self, trained)
-        if job.flip == (self.role, self.version) and len(self.members) > 1:  # else nobody has the same
+        flips = job.flip == (self.role, self.version) and len(self.members) > 1
+        if flips and self._sums(self.role, self.content):  # else nobody has the same
             job.flip, job.flips_of = None, self.role
             self.weights = self.content = self.content ^ 1
             self.training.deals[self.content] = self.deal.to_json()
