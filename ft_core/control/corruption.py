@@ -43,6 +43,7 @@ class _Worker:
 class _Doubt:
     """Holders of a segment that differed."""
 
+    epoch: m.Epoch
     version: m.Version
     values: Mapping[m.Role, m.Digest]
     workers: Mapping[m.Role, _Worker]
@@ -125,6 +126,8 @@ class Corruption:
         del self._said[segment][version]
         values = {each: values[each] for each in taking_part}
         doubt = self._doubts.get(segment)
+        if doubt is not None and doubt.epoch == self._epoch and doubt.version <= version:
+            return  # the step has yet to be done again: this is said once more, or follows from it
         before = doubt.values if doubt is not None and doubt.version == version else None
         verdict = Alike() if segment in self._incomparable else compare(values, before)
         if (
@@ -155,7 +158,8 @@ class Corruption:
         cluster.tainted = True
         if cluster.verified is None:  # all went on from the epoch's version
             cluster.verified = cluster.current_plan.version
-        self._doubts[segment] = _Doubt(version, values, {each: self._workers[each] for each in taking_part})
+        workers = {each: self._workers[each] for each in taking_part}
+        self._doubts[segment] = _Doubt(self._epoch, version, values, workers)
         if isinstance(verdict, Differ):
             odd = "" if verdict.odd is None else f", role {verdict.odd} from all others"
             reason = f"{where}{odd}; the step is done again, from the version before"

@@ -67,6 +67,7 @@ def simulate(seed: int, world: World | None = None) -> Outcome:
     rng = Random(seed)
     size = abs(seed) % EVERY
     drains, ready = size % RELAYS >= DRAINS, abs(seed) % DRAINS >= READY
+    drains &= seed >= 0 or abs(seed) < FLIPS  # or a leader goes, and nobody compares until the next one leads
     found = replace(shape(rng), elects=seed < 0, relays=size >= RELAYS, drains=drains, ready=ready)
     found = replace(found, derives=abs(seed) % READY >= DERIVES and (found.groups == 1 or found.adopts))
     if abs(seed) % DERIVES >= LADDER:

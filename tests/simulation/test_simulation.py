@@ -130,6 +130,10 @@ FAILED_ONCE = {
     990613: "no node was left to save anything, and the controller failed of that",
     3820011950: "a node was lost before the version that its epoch went on from was anywhere else, as only "
     "the last step before the next version waited for that",
+    7031686929: "what holders had of a version was said again before they had done the step again, and was "
+    "taken for that",
+    6153476976: "a bit flipped of what nobody else had, and the oracle held that it could be found",
+    -6502026511: "a leader was drained, and nobody compared what roles held until the next one led",
     -2984944931: "a leader that had the plan, and had yet to take over, ended the job and did not write what "
     "was in memory",
     -1939001406: "a node was let go, did not hear of it and came back: it was to go yet, and the oracle held "
