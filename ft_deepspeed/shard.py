@@ -96,7 +96,7 @@ class Shard:
         for full, tensor in tensors.items():
             kind, _, name = full.partition(".")
             if kind == "optimizer":
-                same = name.rpartition(".")[0] in own
+                same = ".".join(name.split(".")[:2]) in own
             else:
                 same = kind != "master" or own.get(name) == tensor.shape
             if not same:

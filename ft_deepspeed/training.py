@@ -86,10 +86,11 @@ class ProtectedTraining(Loop):
         self._has_done()
 
     def _secured(self, save: Callable[..., Any]) -> Callable[..., Any]:
-        """The engine's `save_checkpoint`, which all ranks call."""
+        """The engine's `save_checkpoint`, which all ranks call. Before `step_done` the state is no version
+        yet, and nothing is secured."""
 
         def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            if self._trains:
+            if self._trains and self._session is not None and self._session.between_steps:
                 self.secure()
             return save(*args, **kwargs)
 

@@ -132,8 +132,9 @@ class ClusterState:
     verified: int | None = None
     """With `--ft-verify`, the newest version in which all who hold something alike are known to have the
     same: nothing newer is gone on from, as long as this is held. None: nothing was compared yet."""
-    tainted: bool = False
-    """Whether newer ones are known to be wrong somewhere: they are not gone on from in any case."""
+    tainted: int | None = None
+    """The oldest version of the epoch that is known to be wrong somewhere: neither it nor a newer one is gone
+    on from in any case."""
     newest_seen: int = 0
     """The newest version that any role is known to have had."""
     script_resumes: bool = False
@@ -469,7 +470,7 @@ class ClusterState:
         self.progress_mark = 0
         self.initial_version, self.newest_seen, self.script_start_version = None, 0, 0
         self.catalogue, self.parts = {}, []
-        self.verified, self.tainted = None, False
+        self.verified = self.tainted = None
         self.restart_epoch, self.started_from = self.epoch, (None, "initial")
         self.groups.forget()
         self._compact = self._shown = None

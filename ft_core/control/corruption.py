@@ -9,6 +9,7 @@ all nodes, and nothing newer is gone on from (`ClusterState.verified`). What a d
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -24,6 +25,8 @@ from ft_core.protocol import messages as m
 log = logging.getLogger(__name__)
 
 _NEVER = -1
+_UNPROVEN = 2
+"""Differences of a segment that came to nothing, after which it is compared no more."""
 _KEPT = 4
 """Versions of a segment of which some holders have said something, and others not yet: the newest ones."""
 
@@ -69,6 +72,10 @@ class Corruption:
         self._incomparable: set[m.SegmentId] = set()
         self._told = False
         """That nothing can be compared."""
+        self._advanced = False
+        """Whether some segment was found alike since it was looked which version all are."""
+        self._unproven: Counter[m.SegmentId] = Counter()
+        """How often a segment differed, and did not when the step was done again to something else."""
 
     def heard(self, node: Node, said: m.Checksums) -> None:
         """A role has said what it holds. The last one of a segment's holders lets it be compared."""
@@ -91,7 +98,10 @@ class Corruption:
                     self._look(segment, version, role)
                     for older in sorted(known)[:-_KEPT]:
                         del known[older]
-        newest = min((self._alike.get(segment, base) for segment in self._said), default=base)
+        newest = base
+        if self._advanced:
+            self._advanced = False
+            newest = min((self._alike.get(segment, base) for segment in self._said), default=base)
         if newest > max(base, _NEVER if cluster.verified is None else cluster.verified):
             cluster.verified = newest
             self._announce()
@@ -121,7 +131,7 @@ class Corruption:
         if segment not in self._holders and holders:
             self._holders[segment] = tuple(each for each in all_in(holders) if each in cluster.places)
         taking_part = self._holders.get(segment, ())
-        if len(values) < max(1, len(taking_part)) or any(each not in values for each in taking_part):
+        if not taking_part or any(each not in values for each in taking_part):
             return
         del self._said[segment][version]
         values = {each: values[each] for each in taking_part}
@@ -129,35 +139,34 @@ class Corruption:
         if doubt is not None and doubt.epoch == self._epoch and doubt.version <= version:
             return  # the step has yet to be done again: this is said once more, or follows from it
         before = doubt.values if doubt is not None and doubt.version == version else None
+        if before is not None and before.keys() != values.keys():
+            before = None  # others take part by now, so it is another step
         verdict = Alike() if segment in self._incomparable else compare(values, before)
-        if (
-            isinstance(verdict, Differ)
-            and cluster.current_plan.version is None
-            and segment not in self._alike
-        ):
-            self._incomparable.add(segment)
-            self._alike[segment] = version
-            start = f"what roles {some(taking_part)} should hold alike differs as their scripts begin"
-            self._not_compared(f"{start} (segment {segment}): it is not compared", taking_part)
-            return
+        plan = cluster.current_plan
+        base = _NEVER if plan.version is None else plan.version
+        if isinstance(verdict, Differ) and segment not in self._alike:
+            start = f"what roles {some(taking_part)} should hold alike (segment {segment}) differs"
+            if plan.version is None and version == (cluster.initial_version or 0):
+                self._give_up(segment, version, taking_part, f"{start} as their scripts begin")
+                return
+            if version > base + plan.every:
+                unknown = f"in version {version}, the first that this controller has compared"
+                self._give_up(segment, version, taking_part, f"{start} {unknown}: since when is not known")
+                return
         if isinstance(verdict, Alike):
             self._found_alike(segment, version, verdict)
             return
         where = f"version {version}: what roles {some(taking_part)} hold alike (segment {segment}) differs"
         if isinstance(verdict, Incomparable):
             self._doubts.pop(segment, None)
-            self._incomparable.add(segment)
-            self._alike[segment] = version
             why = (
                 "each came to the same when it did the step again"
                 if verdict.reproduced
-                else ("the step, done again, came to something else: kernels are not deterministic")
+                else "the step, done again, came to something else: kernels are not deterministic"
             )
-            self._not_compared(f"{where}, and {why}; it is not compared any more", taking_part)
+            self._give_up(segment, version, taking_part, f"{where}, and {why}")
             return
-        cluster.tainted = True
-        if cluster.verified is None:  # all went on from the epoch's version
-            cluster.verified = cluster.current_plan.version
+        cluster.tainted = min(version, version if cluster.tainted is None else cluster.tainted)
         workers = {each: self._workers[each] for each in taking_part}
         self._doubts[segment] = _Doubt(self._epoch, version, values, workers)
         if isinstance(verdict, Differ):
@@ -168,8 +177,16 @@ class Corruption:
         else:
             self._replace(segment, verdict.role, where)
 
+    def _give_up(self, segment: m.SegmentId, version: m.Version, roles: Iterable[m.Role], why: str) -> None:
+        """Compare a segment no more."""
+        self._incomparable.add(segment)
+        self._alike[segment] = version
+        self._advanced = True
+        self._not_compared(f"{why}; it is not compared any more", roles)
+
     def _found_alike(self, segment: m.SegmentId, version: m.Version, verdict: Alike) -> None:
         self._alike[segment] = version
+        self._advanced = True
         said = self._said[segment]
         for older in [each for each in said if each < version]:
             del said[older]
@@ -180,11 +197,20 @@ class Corruption:
         if doubt.blamed:  # it was replaced, and this is of its successor
             return
         if doubt.version < version or not verdict.culprits:
+            self._unproven[segment] += 1
             self._out.record(
                 "corruption",
                 f"version {doubt.version}: segment {segment} differed, and does not any more; of whom it was "
                 "is not known",
             )
+            if self._unproven[segment] >= _UNPROVEN:
+                what = f"segment {segment} has differed {_UNPROVEN} times, and was another one each time that"
+                self._give_up(
+                    segment,
+                    version,
+                    doubt.values,
+                    f"{what} a step was done again: kernels are not deterministic",
+                )
             return
         for role in verdict.culprits:
             how = "not when the step was done again"

@@ -22,6 +22,8 @@ class DeviceFindings:
         if action is DeviceAction.NOTHING:
             return
         known = device_health.record(finding, node.name, action)
+        if cluster.strikes.was_forgiven(known, out.now):
+            return
         where = f" (PCI {finding.bus})" if finding.bus else ""
         reason = f"{what}{where}: {device_health.LEADS_TO[action]}"
         if not cluster.strikes.knows(known, out.now):
@@ -29,6 +31,5 @@ class DeviceFindings:
             about = {"device": finding.device, "finding": finding.signature, "said": finding.text}
             out.record("device", reason, roles, None, node=node.name, action=action.value, **about)
             recovery.strike(known, node.hello.domain)
-            recovery.tell_of_strikes()
         if action in device_health.DRAINS:
             self._changeovers.sick(node, f"device {finding.device}: {what}" if finding.device >= 0 else what)

@@ -126,14 +126,23 @@ class Hooks:
             with self._changed:
                 if self._closed:
                     return
-                full = len(self._waiting) >= WAITING
-                if not full:
-                    self._waiting.append(run)
-                    if self._threads < AT_ONCE:
-                        self._threads += 1
-                        threading.Thread(target=self._work, name="ft-hook", daemon=True).start()
-            if full:
-                self._failed(run, f"was not run: {WAITING} others wait already")
+                problem = self._begin(run)
+            if problem:
+                self._failed(run, f"was not run: {problem}")
+
+    def _begin(self, run: _Run) -> str:
+        """Have it wait for its turn. Returns why that cannot be."""
+        if len(self._waiting) >= WAITING:
+            return f"{WAITING} others wait already"
+        if self._threads < AT_ONCE:
+            try:
+                threading.Thread(target=self._work, name="ft-hook", daemon=True).start()
+                self._threads += 1
+            except RuntimeError as error:
+                if not self._threads:
+                    return str(error)
+        self._waiting.append(run)
+        return ""
 
     def close(self) -> None:
         """No command is begun any more; those that run have their time."""

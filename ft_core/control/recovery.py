@@ -116,7 +116,7 @@ class RecoveryCoordinator:
         if own is None:  # whatever was to begin anew here was of another past
             self.escalation = None
             self._workers_to_exit.clear()
-            self.cluster.verified, self.cluster.tainted = None, False
+            self.cluster.verified = self.cluster.tainted = None
 
     def start_epoch(self, start: NextEpoch, counts: Sequence[tuple[int, m.Counts]] = ()) -> None:
         """Begin an epoch. `counts`: the start-up operations of newcomers that have replayed them already."""
@@ -130,7 +130,7 @@ class RecoveryCoordinator:
         cluster.groups.changed(start.version, start.roles)
         if before is None or (cluster.initial_version is None and start.origin == "durable"):
             cluster.started_from = start.version, start.origin
-        cluster.tainted = False
+        cluster.tainted = None
         if cluster.verified is not None:
             cluster.verified = start.version
         if start.version is not None:

@@ -283,7 +283,10 @@ class EpochExecutor:
             return  # INV-2 (epoch order)
         before, first = self.roles_here(), not self.epoch
         self.plan, self.epoch, self.parts = plan, plan.epoch, plan.parts
-        self._copies.epoch_begins(NONE if plan.version is None else plan.version)
+        base = NONE if plan.version is None else plan.version
+        self._copies.epoch_begins(base)
+        for worker in self.crew.playing():  # what is newer is done again, and may come to something else
+            worker.sums = {version: sums for version, sums in worker.sums.items() if version <= base}
         self.do(UsePlan(plan))
         # INV-3 (one past): what is newer than the epoch's version is of a past that is done again.
         if plan.origin == "durable":

@@ -353,12 +353,21 @@ class Session:
             self._recovery.snapshots.wait()
             self._shell.check_epoch()
 
+    @property
+    def between_steps(self) -> bool:
+        """Whether the state is that of `version`: the optimizer has not begun to change it."""
+        return int(self._control[Word.TAG]) == self._shell.version
+
     def secure(self) -> None:
         """Have this version protected, whichever are, and wait until what this role has of it is: what the
         script does once all meet next must not be undone. Every role calls it at the same place between two
-        steps. Raises EpochChanged."""
+        steps. Raises EpochChanged, and ConfigError within a step."""
         if (recovery := self._recovery) is None:
             return
+        if not self.between_steps:
+            raise ConfigError(
+                f"the step after version {self._shell.version} is under way: secure it after `step_done`"
+            )
         if recovery.newest != self._shell.version:
             self._await_commit()
             dist.barrier()  # all have: the version before that may be overwritten

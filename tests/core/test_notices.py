@@ -54,7 +54,7 @@ def test_a_notice_that_cannot_be_followed_is_once_it_can() -> None:
     assert "other nodes have workers for 0" in refused.reason and not job.records_of("draining")
     job.join("node9")
     job["node9"].beat()
-    job.wait(0.1)
+    job.wait(1.1)
     assert job.records_of("draining") and job["node1"].draining
 
 

@@ -68,9 +68,8 @@ def compare(values: Values, before: Values | None = None) -> Verdict:
     changed = tuple(sorted(role for role, value in values.items() if before.get(role) != value))
     if same and len(changed) < len(values):
         return Alike(changed)
-    if same:  # it is another result, so it tells nothing of two
-        odd = odd_one(before)
-        return Alike(() if odd is None else (odd,))
+    if same:  # it is another result, and proves nothing
+        return Alike()
     if len(changed) == 1:
         return Corrupt(changed[0])
     if 0 < len(changed) < len(values):  # some come to what they had, so it is deterministic: once more

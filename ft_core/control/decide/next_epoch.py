@@ -213,15 +213,15 @@ def _choose(
         catalogue=known,
         adopters={role: roles[by] for role, by in adopted.items()},
     )
-    choice, newest = None, cluster.verified
+    right = None if cluster.tainted is None else cluster.tainted - 1  # nothing newer is
+    known_alike = (version for version in (cluster.verified, right) if version is not None)
+    choice, newest = None, min(known_alike, default=None)
     with contextlib.suppress(Unrecoverable):
         choice = choose(durable=(), newest=newest)
-    if (
-        choice is None and newest is not None and not cluster.tainted
-    ):  # what was not compared is better than nothing
-        newest = None
+    if choice is None and newest != right:  # what was not compared is better than nothing
+        newest = right
         with contextlib.suppress(Unrecoverable):
-            choice = choose(durable=())
+            choice = choose(durable=(), newest=newest)
     # Storage is asked only where memory does not suffice, or may have less than was promised: of copies that
     # are left over from former places, where perhaps nobody is left who knows how far others have come.
     if (

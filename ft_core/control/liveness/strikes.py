@@ -6,6 +6,7 @@ keep it too (`KeepStrikes`). Whatever is decided by counting failures is decided
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -107,14 +108,18 @@ class Strikes:
     seconds: float
     _all: list[tuple[float, FailureRecord]] = field(default_factory=list)
     """Oldest first, with when they were."""
+    _forgiven: dict[str, float] = field(default_factory=dict)
+    """Places, and when somebody forgave them."""
 
     def add(self, strike: FailureRecord, now: float) -> bool:
         """Whether it is news: a controller that was restarted is told again."""
         if self.knows(strike, now):
             return False
-        self._all = sorted([*self._current(now), (now - strike.age, strike)], key=lambda kept: kept[0])[
-            -_KEPT:
+        kept = sorted([*self._current(now), (now - strike.age, strike)], key=lambda kept: kept[0])
+        beyond = [each for each in kept if RULES[each[1].fault][1] is not Counts.OUT][
+            : max(0, len(kept) - _KEPT)
         ]
+        self._all = [each for each in kept if each not in beyond]
         return True
 
     def knows(self, strike: FailureRecord, now: float) -> bool:
@@ -122,6 +127,10 @@ class Strikes:
         again = strike.fault in FINDINGS
         known = (then for then, other in self._all if _same(strike, other))
         return any(not again or abs(then - now + strike.age) < APART for then in known)
+
+    def was_forgiven(self, strike: FailureRecord, now: float) -> bool:
+        """Whether somebody has looked at its place since: an agent that was away says it once more."""
+        return now - strike.age <= self._forgiven.get(strike.place, -math.inf)
 
     def take(self, strikes: Iterable[FailureRecord], now: float) -> None:
         """What another controller knew."""
@@ -142,6 +151,7 @@ class Strikes:
             for at, strike in self._current(now)
             if strike.place == where and not self._follows(strike)
         ]
+        here = _once(here)
         return [
             strike
             for at, strike in enumerate(here)
@@ -167,6 +177,8 @@ class Strikes:
     def forgive(self, where: str, now: float) -> int:
         """Forget what is known of a place. How many counted."""
         counted = len(self.against(where, now))
+        self._forgiven = {at: when for at, when in self._forgiven.items() if now - when < self.seconds}
+        self._forgiven[where] = now
         self._all = [(at, strike) for at, strike in self._all if strike.place != where]
         return counted
 
@@ -248,6 +260,18 @@ def ends(lost: WorkerLost, trained: bool, same_again: bool) -> str:
 def exit_code(lost: WorkerLost) -> int:
     """What `ftrun` ends with: the script's own exit code; 1 if it has none, or one that is taken."""
     return lost.code if lost.code > 0 and lost.code != FAILED else 1
+
+
+def _once(here: Iterable[FailureRecord]) -> list[FailureRecord]:
+    """Of what all devices of a machine warn of at the same time, one: a link's other end has failed."""
+    found, newest = list[FailureRecord](), math.inf
+    for strike in here:  # oldest first
+        warns = strike.fault is Fault.DEVICE_WARNING
+        if warns and newest - strike.age < APART:
+            continue
+        newest = strike.age if warns else newest
+        found.append(strike)
+    return found
 
 
 def _same(a: FailureRecord, b: FailureRecord) -> bool:

@@ -51,6 +51,7 @@ _ACTIONS = {
 """What an advice comes to: nobody here resets a GPU or restarts a machine, so what needs that is left."""
 
 _OTHERS = "the workers go on until it is reset: they leave between two steps"
+_OWN = "a script's own error, as a rule: its worker ends of it, and is told from a device's where it is next"
 _LINK = "a peer that fails is reported by all that it is linked to: what is needed follows as 154"
 
 _UNUSED = (1, 2, 3, 4, 5, 6, 7, 9, 10, 12, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 26, 27, 28, 29, 30, 33, 34,
@@ -82,10 +83,15 @@ XIDS: Mapping[int, Xid] = dict(
             },
             8: _row("the GPU has stopped processing", Advice.RESTART_APP),
             11: _row("invalid commands", Advice.RESTART_APP),
-            13: _row("graphics engine exception: out of bounds, illegal instruction", Advice.RESTART_APP),
+            13: _row(
+                "graphics engine exception: out of bounds, illegal instruction",
+                Advice.RESTART_APP,
+                DeviceAction.NOTHING,
+                _OWN,
+            ),
             14: _row("injected by a program", Advice.IGNORE),
             25: _row("illegal commands", Advice.RESTART_APP),
-            31: _row("memory page fault", Advice.RESTART_APP),
+            31: _row("memory page fault", Advice.RESTART_APP, DeviceAction.NOTHING, _OWN),
             32: _row("invalid commands, read over PCIe", Advice.RESTART_APP),
             37: _row("error of the driver's firmware", Advice.IGNORE),
             38: _row("watchdog of the driver's firmware", Advice.IGNORE),

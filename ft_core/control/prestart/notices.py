@@ -24,6 +24,10 @@ OTHERS = 1.0
 AGAIN = 30.0
 """Seconds until a node is drained once more whose roles could not start elsewhere; and in which other words
 for a notice that leaves it no less time are no news."""
+SELDOM = 3600.0
+"""Seconds of that at most, which grow from try to try."""
+LOOK = 1.0
+"""Seconds until it is looked again whether a node can be drained: that takes a while in a large job."""
 SOONER = 1.0
 """Seconds of which a notice has to leave less to be more urgent than the one before."""
 SIGTERM = "it was told to end (SIGTERM)"
@@ -44,6 +48,10 @@ class _Going:
     """Whether it is being drained."""
     sick: bool = False
     """Whether a device of its is not to be relied on."""
+    sick_since: float = -math.inf
+    """When that was said last."""
+    pause: float = AGAIN
+    """Until it is drained once more, should that come to nothing."""
     noticed: bool = False
     """Whether somebody announces its machine's end, and may take that back."""
     why_not: str = ""
@@ -84,10 +92,10 @@ class Notices:
 
     def sick(self, cluster: ClusterState, node: Node, why: str, now: float) -> None:
         """A device of a node is not to be relied on; said again, that is known."""
-        if (known := self._going.get(node.name)) is not None:
-            known.sick = True
-        elif node.name not in cluster.draining:
-            self._going[node.name] = _Going(why, math.inf, now, sick=True)
+        if (known := self._going.get(node.name)) is None:
+            drained = node.name in cluster.draining
+            known = self._going[node.name] = _Going(why, math.inf, now, drained=drained)
+        known.sick, known.sick_since = True, now
 
     def forgiven(self, where: str) -> None:
         """Somebody has looked at that machine: its devices are no reason any more. What has begun goes on."""
@@ -127,11 +135,18 @@ class Notices:
                 going.drained = True
                 draining.goes_by(cluster, name, going.deadline)
             elif going.drained:  # given up, and said so
-                going.drained, going.not_before = False, now + AGAIN
-                if going.told:
+                going.drained, going.not_before = False, now + going.pause
+                going.pause = min(2 * going.pause, SELDOM)
+                if going.told or not (going.sick or going.noticed):
                     del self._going[name]
+            elif going.sick and now - going.sick_since > cluster.strikes.seconds:  # as its strike
+                going.sick = False
+                if not (going.told or going.noticed):
+                    del self._going[name]
+            elif name not in cluster.roles_by_node and not (going.told or going.noticed):
+                pass  # it is avoided, and needed if no other is left
             elif now >= going.not_before:
-                effects += self._begin(cluster, draining, prestart, node, going, why_not)
+                effects += self._begin(cluster, draining, prestart, node, going, why_not, now)
         return effects
 
     def _begin(
@@ -142,6 +157,7 @@ class Notices:
         node: Node,
         going: _Going,
         why_not: str,
+        now: float,
     ) -> list[Effect]:
         objection = why_not or draining.objection(cluster, node.name)
         if not why_not and going.deadline < math.inf and can_shrink(cluster, node.name):
@@ -152,7 +168,10 @@ class Notices:
         if going.told:
             del self._going[node.name]
             return [Send(node.peer, Drain(wanted=False))]
-        if why_not or objection == going.why_not:
+        if why_not:
+            return []
+        going.not_before = now + LOOK
+        if objection == going.why_not:
             return []
         going.why_not = objection
         roles = tuple(cluster.roles_by_node.get(node.name, ()))

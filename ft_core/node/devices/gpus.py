@@ -9,16 +9,23 @@ from pathlib import Path
 
 LISTED = "/proc/driver/nvidia/gpus"
 """NVIDIA's driver has a directory for each GPU there, called by its place on the bus."""
+FILES = "/dev/nvidia"
+"""What the files of GPUs are called, but for their numbers."""
 
 
-def by_bus(devices: int, visible: str | None, listed: str = LISTED) -> dict[str, int] | None:
+def by_bus(
+    devices: int, visible: str | None, listed: str = LISTED, files: str = FILES
+) -> dict[str, int] | None:
     """Place on the bus -> index, of the `devices` that this node's workers use. None where that is not known.
 
     `visible`: CUDA_VISIBLE_DEVICES, if it is set. GPUs are numbered in the order of the bus, as CUDA does
-    where all are alike. May take as long as a sick driver does.
+    where all are alike; those that this process may not open (a container, or Slurm, keeps them for others)
+    have no number. May take as long as a sick driver does.
     """
+    if visible is not None and visible.strip() in ("", "-1"):
+        return {}
     try:
-        found = sorted(os.listdir(listed))
+        found = [bus for bus in sorted(os.listdir(listed)) if _can_be_opened(Path(listed, bus), files)]
     except OSError:
         return None
     if visible is None:
@@ -39,6 +46,19 @@ def _one(wanted: str, found: list[str], ids: Mapping[str, str]) -> str | None:
         return found[int(wanted)] if int(wanted) < len(found) else None
     those = [bus for known, bus in ids.items() if wanted.startswith("GPU-") and known.startswith(wanted)]
     return those[0] if len(those) == 1 else None
+
+
+def _can_be_opened(listed: Path, files: str) -> bool:
+    """Also where that cannot be found out."""
+    with contextlib.suppress(OSError):
+        for line in (listed / "information").read_text(errors="replace").splitlines():
+            name, _, number = line.partition(":")
+            if name == "Device Minor":
+                try:
+                    os.close(os.open(f"{files}{number.strip()}", os.O_RDWR | os.O_CLOEXEC))
+                except (PermissionError, FileNotFoundError):
+                    return False
+    return True
 
 
 def _ids(found: list[str], listed: str) -> dict[str, str]:

@@ -4,6 +4,7 @@ names a `Health`."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import NamedTuple
 
 from ft_core.node.notices.notice import plain
@@ -43,7 +44,7 @@ class Asked:
         """Ask it: what is wrong that was not before. Raises whatever it does, and TypeError or ValueError for
         an answer that is none."""
         there, found = set[tuple[str, int]](), list[DeviceFinding]()
-        for condition in list(self._plugin())[:_AT_ONCE]:
+        for condition in islice(self._plugin(), _AT_ONCE):
             if not isinstance(condition, Condition):
                 raise TypeError(f"it says {condition!r}, which is no {Condition.__name__}")
             name, device, action = str(condition.name), int(condition.device), DeviceAction(condition.action)

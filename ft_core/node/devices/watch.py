@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Mapping
 
 from ft_core import plugins
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 
 EVERY = 5.0
 """Seconds between two looks at what NVML, or a plugin, says."""
+_WAITING = 64
+"""XIDs that are kept until it is known which GPUs are this node's."""
 _ADVISED = re.compile(r"\bto 0x([0-9a-fA-F]{1,8})\b")
 
 
@@ -31,13 +34,18 @@ class DeviceWatch:
     def __init__(self, xids: Xids, heard: Callable[[DeviceFound], None]) -> None:
         self._xids, self._heard = xids, heard
         self._ours: Mapping[str, int] | None = None
-        """Place on the bus -> index; None where that is not known (yet)."""
+        """Place on the bus -> index; None where that is not known."""
+        self._looked = False
+        """Whether that has been looked up."""
+        self._unplaced: deque[XidSeen] = deque(maxlen=_WAITING)
+        """What was reported before."""
 
     async def serve(self, devices: int, every: float = EVERY) -> None:
         """Find out which GPUs are this node's, and ask NVML of them, if there is any, and all plugins, until
         this is cancelled. `devices`: how many its workers use."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         ours = self._ours = await aside(lambda: gpus.by_bus(devices, visible))
+        self._looked = True
         await asyncio.sleep(every)  # while workers start
         async with asyncio.TaskGroup() as group:
             group.create_task(self._ask_nvml(ours, every))
@@ -51,11 +59,14 @@ class DeviceWatch:
                 group.create_task(self._ask(Asked(plugin), every))
 
     async def _ask_nvml(self, ours: Mapping[str, int] | None, every: float) -> None:
-        library = await aside(lambda: nvml.opened(ours))
-        while library is not None:
-            for finding in await aside(library.look):
-                self._heard(DeviceFound(finding))
-            await asyncio.sleep(every)
+        try:
+            library = await aside(lambda: nvml.opened(ours))
+            while library is not None:
+                for finding in await aside(library.look):
+                    self._heard(DeviceFound(finding))
+                await asyncio.sleep(every)
+        except Exception as error:  # it is others' code, of whatever version
+            log.warning("NVML has failed, and is not asked for the health of GPUs any more: %r", error)
 
     async def _ask(self, asked: Asked, every: float) -> None:
         while True:
@@ -70,7 +81,9 @@ class DeviceWatch:
 
     def look(self) -> None:
         """Whether anything has been reported. Never waits."""
-        for seen in self._xids.new():
+        self._unplaced += self._xids.new()
+        while self._looked and self._unplaced:
+            seen = self._unplaced.popleft()
             if (finding := self._finding(seen)) is not None:
                 self._heard(DeviceFound(finding))
 

@@ -36,6 +36,8 @@ class _Copying:
     """When it is tried again; None while it is being tried."""
 
 
+_IN_VAIN = 3
+"""Times that it waits for so long, in one epoch."""
 COMPARING = 5.0
 """Seconds that a version which is safe waits for the word that its holders have the same: training does not
 stand for a controller that is held up."""
@@ -51,6 +53,8 @@ class Copies:
         """Role -> the version of it that is being written to storage, and since when."""
         self._verified = NONE
         """The newest version in which, as the controller has said, all holders have the same."""
+        self._late = 0
+        """How many times in a row nobody has said so in time."""
         self._comparing: dict[int, tuple[Worker, m.Version, float]] = {}
         """By worker, the version that waits for that, and since when."""
 
@@ -62,7 +66,7 @@ class Copies:
     def epoch_begins(self, version: m.Version) -> None:
         """All go on from that version."""
         self.epoch_ends()
-        self._verified = version
+        self._verified, self._late = version, 0
 
     def staged(self, worker: Worker, role: int, version: m.Version, epoch: int, now: float) -> list[Effect]:
         """A snapshot is whole, of the role that `worker` plays, or of one that it has adopted."""
@@ -112,19 +116,26 @@ class Copies:
 
     def is_compared(self, worker: Worker, version: m.Version, now: float) -> bool:
         """Whether that version of what `worker` holds is found alike, or need not be. If not it waits."""
-        if version not in worker.sums or version <= self._verified:
+        if version not in worker.sums or version <= self._verified or self._late >= _IN_VAIN:
             return True
         self._comparing[worker.number] = worker, version, now
         return False
 
     def verified(self, version: m.Version) -> list[tuple[Worker, m.Version]]:
         """Holders have the same in that version: those that have waited for it."""
-        self._verified = max(self._verified, version)
+        self._verified, self._late = max(self._verified, version), 0
         return self._go_on(lambda waits, _: waits <= version)
 
     def not_compared(self, led: bool, now: float) -> list[tuple[Worker, m.Version]]:
         """Those that wait no longer, since nobody may be there who compares."""
         late = self._go_on(lambda _, since: not led or now >= since + COMPARING)
+        self._late += bool(led and late)
+        if led and late and self._late == _IN_VAIN:
+            log.warning(
+                "node %s: nobody has compared what it holds with others' for %d times: in this epoch nothing "
+                "waits for that any more (has every node --ft-verify?)",
+                *(self._node, _IN_VAIN),
+            )
         for worker, version in late if led else ():
             log.warning(
                 "node %s: role %d, version %d: not compared with the other holders' within %g s, and gone "

@@ -168,17 +168,17 @@ class WorkerTable:
 
     def choose(self, device: int, devices: int, faulted: Collection[int] = ()) -> Worker | None:
         """An idle worker: that of this device, or a standby, which takes this device or the first one that is
-        not in use; at last that of another device. `faulted`: devices that are used only where there is no
-        other."""
+        not in use, and that no other idle worker is tied to; at last that of another device that is not in
+        use. `faulted`: devices that are used only where there is no other."""
         if not (idle := self.idle()):
             return None
         free = set(range(devices)) - {other.device for other in self.playing()}
         sound = free.difference(faulted) or free
-        away = device in faulted and device not in sound
-        order = [*sorted(sound), -1] if away else [device, -1, *sorted(sound)]
+        order = [device, -1, *sorted(sound)] if device in sound else [*sorted(sound), -1]
         worker = next((worker for kind in order for worker in idle if worker.device == kind), idle[0])
         if worker.device < 0:
-            worker.device = device if device in sound else min(sound, default=device)
+            loose = sound.difference(other.device for other in idle) or sound
+            worker.device = device if device in sound else min(loose, default=device)
         return worker
 
     def __iter__(self) -> Iterator[Worker]:
