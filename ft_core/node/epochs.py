@@ -285,8 +285,8 @@ class EpochExecutor:
         self.plan, self.epoch, self.parts = plan, plan.epoch, plan.parts
         base = NONE if plan.version is None else plan.version
         self._copies.epoch_begins(base)
-        for worker in self.crew.playing():  # what is newer is done again, and may come to something else
-            worker.sums = {version: sums for version, sums in worker.sums.items() if version <= base}
+        for each in self.crew.playing():  # what is newer is done again, and may come to something else
+            each.sums = {version: sums for version, sums in each.sums.items() if version <= base}
         self.do(UsePlan(plan))
         # INV-3 (one past): what is newer than the epoch's version is of a past that is done again.
         if plan.origin == "durable":
