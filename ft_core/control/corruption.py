@@ -90,6 +90,8 @@ class Corruption:
             self._said = {segment: {} for segment in self._said if segment in there}
         self._workers[role] = _Worker(node.name, node.hello.domain, said.pid, said.device)
         base = _NEVER if plan.version is None else plan.version
+        if said.alike > max(base, _NEVER if cluster.verified is None else cluster.verified):
+            cluster.verified = said.alike  # as a former controller has found
         for version, sums in sorted(said.versions.items()):
             for segment, value in sums.items():
                 known = self._said.setdefault(segment, {})

@@ -76,8 +76,6 @@ class EpochExecutor:
         """What the event that is being handled has led to."""
         self._view = view
         self._copies = Copies(about.node)
-        self.is_led = False
-        """Whether there is a connection to a controller, which compares what several roles hold alike."""
         self.ready = Ready(about, crew, view)
         self._strikes: tuple[float, list[m.FailureRecord]] = 0.0, []
         """For a successor of the controller: failures, and when it has told of them."""
@@ -105,7 +103,7 @@ class EpochExecutor:
     def tick(self) -> None:
         """Time has passed."""
         self.do(*self._copies.tick(self.now))
-        for worker, version in self._copies.not_compared(self.is_led, self.now):
+        for worker, version in self._copies.not_compared(self.now):
             self._commit(worker, version)
         if self.epoch > self.begun and self.now >= self._stuck_at:
             self._kill_stuck()
@@ -493,7 +491,8 @@ class EpochExecutor:
         the controller hears of the version before, too."""
         before = max((each for each in worker.sums if each < version), default=None)
         worker.sums = {**({} if before is None else {before: worker.sums[before]}), version: sums}
-        self.say(m.Checksums(self.begun, worker.role, worker.pid, worker.device, worker.sums))
+        whose = self.begun, worker.role, worker.pid, worker.device
+        self.say(m.Checksums(*whose, worker.sums, self._copies.alike))
 
     def verified(self, epoch: int, version: int) -> None:
         """All who hold something alike have the same in that version."""

@@ -238,7 +238,7 @@ class Agent:
     # -- the controller ------------------------------------------------------------------------
 
     def _greet(self, term: int, job: str) -> None:
-        self._connected = self._outage.served = self.epochs.is_led = True
+        self._connected = self._outage.served = True
         self._beat = -math.inf, None
         about = self.about
         who = about.node, term, about.pid, about.node_rank, about.domain, about.data
@@ -262,7 +262,6 @@ class Agent:
 
     def _alone(self, event: NotConnected) -> None:
         was, self._connected = self._connected, False
-        self.epochs.is_led = False
         if was and not event.other_job:
             self._outage.begins(self._now)
             self._leave_if_told()

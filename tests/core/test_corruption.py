@@ -328,6 +328,8 @@ def test_training_does_not_stand_for_a_controller_that_is_away(training: Node) -
     staged(training, 1, {SEGMENT: GOOD})
     training.handle(e.NotConnected("it is gone"))
     training.handle(e.Tick())
+    assert not training.effects(e.Commit), "as who speaks for it may be, for a moment"
+    training.handle(e.Tick(), COMPARING)
     assert [commit.version for commit in training.effects(e.Commit)] == [1]
     training.handle(e.Connected())
     staged(training, 2, {SEGMENT: GOOD})

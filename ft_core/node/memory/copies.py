@@ -126,21 +126,26 @@ class Copies:
         self._verified, self._late = max(self._verified, version), 0
         return self._go_on(lambda waits, _: waits <= version)
 
-    def not_compared(self, led: bool, now: float) -> list[tuple[Worker, m.Version]]:
+    @property
+    def alike(self) -> m.Version:
+        """The newest version in which all holders are known to have the same."""
+        return self._verified
+
+    def not_compared(self, now: float) -> list[tuple[Worker, m.Version]]:
         """Those that wait no longer, since nobody may be there who compares."""
-        late = self._go_on(lambda _, since: not led or now >= since + COMPARING)
-        self._late += bool(led and late)
-        if led and late and self._late == _IN_VAIN:
-            log.warning(
-                "node %s: nobody has compared what it holds with others' for %d times: in this epoch nothing "
-                "waits for that any more (has every node --ft-verify?)",
-                *(self._node, _IN_VAIN),
-            )
-        for worker, version in late if led else ():
+        late = self._go_on(lambda _, since: now >= since + COMPARING)
+        self._late += bool(late)
+        for worker, version in late:
             log.warning(
                 "node %s: role %d, version %d: not compared with the other holders' within %g s, and gone "
                 "on from",
                 *(self._node, worker.role, version, COMPARING),
+            )
+        if late and self._late == _IN_VAIN:
+            log.warning(
+                "node %s: nobody has compared what it holds with others', %d times in a row: in this epoch "
+                "nothing waits for that until somebody does (has every node --ft-verify?)",
+                *(self._node, _IN_VAIN),
             )
         return late
 

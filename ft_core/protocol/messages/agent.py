@@ -158,13 +158,15 @@ class WorkerLost(Message, frozen=True):
 
 class Checksums(Message, frozen=True):
     """With `--ft-verify`: the checksums of what a role holds alike with others, in the versions that it has
-    of the epoch. `pid`, `device`: its worker's."""
+    of the epoch. `pid`, `device`: its worker's. `alike`: the newest version that a controller has said all
+    holders have alike, for a successor of it."""
 
     epoch: Epoch
     role: Role
     pid: Number
     device: Number
     versions: dict[Version, dict[SegmentId, Digest]]
+    alike: Version = -1
 
 
 class NoIdleWorker(Message, frozen=True):
