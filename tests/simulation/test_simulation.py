@@ -130,6 +130,8 @@ FAILED_ONCE = {
     990613: "no node was left to save anything, and the controller failed of that",
     3820011950: "a node was lost before the version that its epoch went on from was anywhere else, as only "
     "the last step before the next version waited for that",
+    7010537492: "who spoke for a node was lost for a moment, and what nobody had compared was gone on from",
+    -7576704810: "a leader did not know what the one before it had found alike, and went on from newer state",
     7031686929: "what holders had of a version was said again before they had done the step again, and was "
     "taken for that",
     6153476976: "a bit flipped of what nobody else had, and the oracle held that it could be found",
