@@ -361,14 +361,14 @@ class Session:
     def secure(self) -> None:
         """Have this version protected, whichever are, and wait until what this role has of it is: what the
         script does once all meet next must not be undone. Every role calls it at the same place between two
-        steps. Raises EpochChanged, and ConfigError within a step."""
+        steps. Raises EpochChanged, and ConfigError where it would have to stage one within a step."""
         if (recovery := self._recovery) is None:
             return
-        if not self.between_steps:
-            raise ConfigError(
-                f"the step after version {self._shell.version} is under way: secure it after `step_done`"
-            )
         if recovery.newest != self._shell.version:
+            if not self.between_steps:
+                raise ConfigError(
+                    f"the step after version {self._shell.version} is under way: secure it after `step_done`"
+                )
             self._await_commit()
             dist.barrier()  # all have: the version before that may be overwritten
             self.exchanged()
