@@ -263,7 +263,7 @@ def exit_code(lost: WorkerLost) -> int:
 
 
 def _once(here: Iterable[FailureRecord]) -> list[FailureRecord]:
-    """Of what all devices of a machine warn of at the same time, one: a link's other end has failed."""
+    """All of them, but what several devices of a machine warn of at the same time once: a link's other end failed."""
     found, newest = list[FailureRecord](), math.inf
     for strike in here:  # oldest first
         warns = strike.fault is Fault.DEVICE_WARNING
