@@ -263,7 +263,8 @@ def exit_code(lost: WorkerLost) -> int:
 
 
 def _once(here: Iterable[FailureRecord]) -> list[FailureRecord]:
-    """All of them, but what several devices of a machine warn of at the same time once: a link's other end failed."""
+    """All of them; of what several devices of a machine warn of at the same time, as a link's other end has
+    failed, the first."""
     found, newest = list[FailureRecord](), math.inf
     for strike in here:  # oldest first
         warns = strike.fault is Fault.DEVICE_WARNING
