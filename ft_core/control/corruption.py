@@ -53,6 +53,11 @@ class _Doubt:
     blamed: bool = False
 
 
+def _of(version: m.Version | None) -> m.Version:
+    """To be compared with others, where there may be none."""
+    return _NEVER if version is None else version
+
+
 class Corruption:
     """The comparisons of one job, as one controller knows them."""
 
@@ -89,8 +94,8 @@ class Corruption:
             there = {segment for each in cluster.places for segment in cluster.catalogue.get(each, ())}
             self._said = {segment: {} for segment in self._said if segment in there}
         self._workers[role] = _Worker(node.name, node.hello.domain, said.pid, said.device)
-        base = _NEVER if plan.version is None else plan.version
-        if said.alike > max(base, _NEVER if cluster.verified is None else cluster.verified):
+        base = _of(plan.version)
+        if said.alike > max(base, _of(cluster.verified)):
             cluster.verified = said.alike  # as a former controller has found
         for version, sums in sorted(said.versions.items()):
             for segment, value in sums.items():
@@ -104,7 +109,7 @@ class Corruption:
         if self._advanced:
             self._advanced = False
             newest = min((self._alike.get(segment, base) for segment in self._said), default=base)
-        if newest > max(base, _NEVER if cluster.verified is None else cluster.verified):
+        if newest > max(base, _of(cluster.verified)):
             cluster.verified = newest
             self._announce()
         elif self._announced[0] == self._epoch and max(said.versions, default=_NEVER) <= self._announced[1]:
@@ -145,13 +150,12 @@ class Corruption:
             before = None  # others take part by now, so it is another step
         verdict = Alike() if segment in self._incomparable else compare(values, before)
         plan = cluster.current_plan
-        base = _NEVER if plan.version is None else plan.version
         if isinstance(verdict, Differ) and segment not in self._alike:
             start = f"what roles {some(taking_part)} should hold alike (segment {segment}) differs"
             if plan.version is None and version == (cluster.initial_version or 0):
                 self._give_up(segment, version, taking_part, f"{start} as their scripts begin")
                 return
-            if version > base + plan.every:
+            if version > _of(plan.version) + plan.every:
                 unknown = f"in version {version}, the first that this controller has compared"
                 self._give_up(segment, version, taking_part, f"{start} {unknown}: since when is not known")
                 return
@@ -168,7 +172,7 @@ class Corruption:
             )
             self._give_up(segment, version, taking_part, f"{where}, and {why}")
             return
-        cluster.tainted = min(version, version if cluster.tainted is None else cluster.tainted)
+        cluster.tainted = version if cluster.tainted is None else min(version, cluster.tainted)
         workers = {each: self._workers[each] for each in taking_part}
         self._doubts[segment] = _Doubt(self._epoch, version, values, workers)
         if isinstance(verdict, Differ):

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ft_core.control.events import Record
+from ft_core.control.liveness.strikes import place
 from ft_core.control.observe.recorded import EVENTS
 from ft_core.errors import ConfigError
 from ft_core.leadership.etcd import USER
@@ -120,7 +121,7 @@ class Hooks:
 
     def tell(self, record: Record, line: str) -> None:
         """An event is recorded, in this line. Never waits."""
-        node = str(record.more.get("node", "")).partition("+")[0]
+        node = place(str(record.more.get("node", "")))
         for command in self._commands.get(record.event, ()):
             run = _Run(command, record.event, record.epoch, node, line)
             with self._changed:

@@ -239,16 +239,21 @@ def test_who_differ_for_a_reason_are_said_once_and_train_on() -> None:
     assert not job.records_of("corruption") and not job.controller.cluster.strikes.places()
 
 
+def goes_on_from(job: ControlPlane) -> int | None:
+    """The version, after the worker of role 1 has died."""
+    node = job["node1"]
+    node.say(node.crash(1))
+    job.all_report()
+    return job.controller.cluster.current_plan.version
+
+
 def test_a_crash_before_all_were_compared_goes_on_from_what_was() -> None:
     job = pair()
     for agent in job.agents.values():
         for role in agent.workers:
             agent.versions[role] = [1, 2]
     job["node0"].say(m.Checksums(1, 0, job["node0"].workers[0], 0, {2: {SEGMENT: GOOD}}))
-    node = job["node1"]
-    node.say(node.crash(1))
-    job.all_report()
-    assert job.controller.cluster.current_plan.version == 1
+    assert goes_on_from(job) == 1
 
 
 def test_what_was_never_compared_is_gone_on_from_where_nothing_else_is_left() -> None:
@@ -257,10 +262,7 @@ def test_what_was_never_compared_is_gone_on_from_where_nothing_else_is_left() ->
     for agent in job.agents.values():
         agent.versions = {role: [5, 6] for role in agent.workers}
         agent.replicas = {}
-    node = job["node1"]
-    node.say(node.crash(1))
-    job.all_report()
-    assert job.controller.cluster.current_plan.version == 6
+    assert goes_on_from(job) == 6
 
 
 def test_a_successor_compares_what_agents_say_again() -> None:

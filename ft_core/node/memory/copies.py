@@ -51,7 +51,7 @@ class Copies:
         self._copying: dict[Replicate, _Copying] = {}
         self._writing: dict[int, tuple[m.Version, float]] = {}
         """Role -> the version of it that is being written to storage, and since when."""
-        self._verified = NONE
+        self.alike = NONE
         """The newest version in which, as the controller has said, all holders have the same."""
         self._late = 0
         """How many times in a row nobody has said so in time."""
@@ -66,7 +66,7 @@ class Copies:
     def epoch_begins(self, version: m.Version) -> None:
         """All go on from that version."""
         self.epoch_ends()
-        self._verified, self._late = version, 0
+        self.alike, self._late = version, 0
 
     def staged(self, worker: Worker, role: int, version: m.Version, epoch: int, now: float) -> list[Effect]:
         """A snapshot is whole, of the role that `worker` plays, or of one that it has adopted."""
@@ -116,20 +116,15 @@ class Copies:
 
     def is_compared(self, worker: Worker, version: m.Version, now: float) -> bool:
         """Whether that version of what `worker` holds is found alike, or need not be. If not it waits."""
-        if version not in worker.sums or version <= self._verified or self._late >= _IN_VAIN:
+        if version not in worker.sums or version <= self.alike or self._late >= _IN_VAIN:
             return True
         self._comparing[worker.number] = worker, version, now
         return False
 
     def verified(self, version: m.Version) -> list[tuple[Worker, m.Version]]:
         """Holders have the same in that version: those that have waited for it."""
-        self._verified, self._late = max(self._verified, version), 0
+        self.alike, self._late = max(self.alike, version), 0
         return self._go_on(lambda waits, _: waits <= version)
-
-    @property
-    def alike(self) -> m.Version:
-        """The newest version in which all holders are known to have the same."""
-        return self._verified
 
     def not_compared(self, now: float) -> list[tuple[Worker, m.Version]]:
         """Those that wait no longer, since nobody may be there who compares."""
