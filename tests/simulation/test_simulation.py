@@ -154,7 +154,7 @@ FAILED_ONCE_ABOUT_LEADERS = {
 FOUND_BY = {
     "steps_that_nobody_told_of_stay_unknown": 406,
     "what_is_cut_off_was_well_spent": 4214,
-    "what_to_prepare_is_said_once": 837,
+    "what_to_prepare_is_said_once": 1005,
     "a_report_differs_from_the_greeting": 1022,
     "a_report_before_all_are_quiet": 1141,
     "a_report_is_final": 797,
@@ -175,14 +175,17 @@ FOUND_BY = {
     "roles_move_at_any_time": 500000055,
     "a_drained_node_is_used_again": 500000040,
     "a_notice_is_heard_once": 590000077,
-    "a_device_that_has_failed_is_like_any_other": 585000035,
+    "a_device_that_has_failed_is_like_any_other": 585000040,
     "who_is_drained_is_forgotten_by_a_new_controller": 500000219,
     "a_standby_is_ready_for_ever": 250007809,
     "what_a_standby_has_from_records_is_done": 250000106,
-    "a_step_that_is_done_again_is_progress": 110000002,
-    "there_is_no_rung_above_memory": 110000002,
+    "a_step_that_is_done_again_is_progress": 110000053,
+    "there_is_no_rung_above_memory": 110000053,
 }
-"""Seeds that find mutations which few do: tried first, for time."""
+"""Seeds that find mutations which few do: tried first, for time.
+
+A schedule's seed means another one when the simulator draws anew, so none of these is relied on: what comes
+after is short of a test's two minutes by far."""
 
 
 def processes() -> int:
@@ -259,8 +262,11 @@ def test_a_mutation_is_found(name: str) -> None:
 
 @pytest.mark.parametrize("name", DRAINED)
 def test_a_mutation_of_what_keeps_a_drain_from_costing_anything_is_found(name: str) -> None:
-    starts = DRAINS, DRAINS + SICK, DRAINS + NOTICED
-    check_found(DRAINED[name], *(range(start, start + 5 * SCHEDULES) for start in starts))
+    starts = DRAINS + SICK, DRAINS + NOTICED, DRAINS
+    rounds = (
+        range(start + many, start + many + FEW) for many in range(0, 5 * SCHEDULES, FEW) for start in starts
+    )
+    check_found(DRAINED[name], *rounds)
 
 
 @pytest.mark.parametrize("name", READY_MADE)
