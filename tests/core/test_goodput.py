@@ -155,6 +155,17 @@ def test_the_role_that_waits_longest_for_copies_is_what_all_wait_for() -> None:
     assert of(account) == {"start_up": 10, "productive": 3.25, "saving": 0.75}
 
 
+def test_waiting_for_copies_in_a_step_that_is_done_again_is_lost_as_all_of_that_step() -> None:
+    account = trains()
+    account.heard({0: beat(2, 0.0)}, 2, 12.0)
+    account.to(Cause.RESTORING, 12.0, epoch=2)
+    account.begins(2, 0, 1.0)
+    account.resumes(1, 13.0)
+    account.heard({0: beat(1, 0.0)}, 1, 13.0)
+    account.heard({0: beat(3, 0.5)}, 3, 15.0)  # one of the two steps is new
+    assert of(account) == {"start_up": 10, "productive": 2.75, "saving": 0.25, "redone": 2}
+
+
 def test_what_a_script_does_after_its_last_step_is_its_own() -> None:
     account = trains()
     account.stepped(1, 12.0)

@@ -140,6 +140,7 @@ FAILED_ONCE = {
     "was in memory",
     -1939001406: "a node was let go, did not hear of it and came back: it was to go yet, and the oracle held "
     "that it could take a lost one's place",
+    2110007167: "waiting for copies in steps that were done again was called the price of saving",
     -1076389710: "a leader whose clock stood still missed a node that had greeted it before it went over to "
     "the next one",
 }

@@ -254,9 +254,11 @@ class Account:
 
     def _steps(self, steps: int, seconds: float) -> None:
         """So many seconds since the mark went to so many steps."""
-        waited = min(seconds, self._longest - self._counted)
         again = max(0, min(self.version + steps, self._goal) - self.version)
-        redone = (seconds - waited) * again / steps if steps else 0.0
+        share = again / steps if steps else 0.0
+        redone = seconds * share
+        # What is waited for copies in a step that is done again is lost with the failure, as all of that step.
+        waited = min(seconds, self._longest - self._counted) * (1 - share)
         good = seconds - waited - redone
         self._counted = self._longest
         self._waited += waited
