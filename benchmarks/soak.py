@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ IN_A_ROW = 4
 machine would come to."""
 LONG = 5.0
 """Seconds of a recovery above which its cause is looked for."""
-_HUNG = 240.0
+HUNG = 240.0
 """Seconds without an event or a step after which a job waits for a hand."""
 KINDS = {
     "worker": 5,
@@ -129,15 +129,16 @@ def _running() -> Iterator[tuple[int, tuple[int, int, list[str]]]]:
 class Job:
     """Under faults."""
 
-    def __init__(self, place: Path, args: Any, script: list[str]) -> None:
+    def __init__(self, place: Path, args: Any, script: list[str], more: Sequence[str] = ()) -> None:
+        """`more`: flags."""
         self.job_dir, self.share, self.console = place / "job", place / "share", place / "console"
         self._args, self._dice = args, random.Random(args.seed)
         size = (f"--nnodes={NODES}", f"--nproc-per-node={PER_NODE}", f"--spares={SPARES}", "--respawn")
         flags = (f"--ft-policy={args.policy}", f"--ft-ready-standbys={args.ready}", "--ft-strikes=0")
         with self.console.open("w") as output:
             self.process = subprocess.Popen(
-                [*ftrun(self.job_dir, *size, *flags), *script],
-                env={**_environment(), SHARE: str(self.share)},
+                [*ftrun(self.job_dir, *size, *flags, *more), *script],
+                env={**environment_of_scripts(), SHARE: str(self.share)},
                 cwd=ROOT,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -160,7 +161,7 @@ class Job:
         """So many, once it trains; fewer if it ends before, or hangs."""
         done: list[Fault] = []
         heard, moved = time.monotonic(), 0
-        while self.runs() and len(done) < count and time.monotonic() - heard < _HUNG:
+        while self.runs() and len(done) < count and time.monotonic() - heard < HUNG:
             if (now := len(self.events())) > moved:
                 heard, moved = time.monotonic(), now
             if self._decided() > IN_A_ROW:
@@ -181,7 +182,7 @@ class Job:
     def end(self) -> bool:
         """Wait for it, and leave nothing behind. Whether it has ended by itself."""
         size, heard = 0, time.monotonic()
-        while self.runs() and time.monotonic() - heard < _HUNG:
+        while self.runs() and time.monotonic() - heard < HUNG:
             self._wait(0.5)
             if (now := sum(path.stat().st_size for path in self.job_dir.glob("logs/*/*/stdout.log"))) != size:
                 size, heard = now, time.monotonic()
@@ -210,17 +211,22 @@ class Job:
             return math.inf
         return names[::-1][: names[::-1].index("resumed")].count("decided")
 
-    def _is_well(self) -> bool:
+    def is_well(self) -> bool:
         """Whether it has recovered from all that was done, and keeps two copies of everything again."""
         tells = [e for e in self.events() if e["event"] in ("resumed", "detected", "waiting", "decided")]
-        last = tells[-1]["time"]
+        last = tells[-1]["time"] if tells else math.inf
         # A loss that no controller has seen yet is none of them.
-        return tells[-1]["event"] == "resumed" and last > self._costly and time.time() - last > 1.0
+        return (
+            bool(tells)
+            and tells[-1]["event"] == "resumed"
+            and last > self._costly
+            and time.time() - last > 1.0
+        )
 
     def _fault(self) -> Fault | None:
         """One that can be now."""
         kinds = dict(KINDS)
-        if not self._is_well():
+        if not self.is_well():
             kinds = {kind: often for kind, often in KINDS.items() if kind not in COSTLY}
         kind = self._dice.choices(list(kinds), list(kinds.values()))[0]
         found = Processes(self.process.pid)
@@ -273,7 +279,8 @@ def _send(pids: list[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def _environment() -> dict[str, str]:
+def environment_of_scripts() -> dict[str, str]:
+    """Variables that find the recipes."""
     path = ":".join(map(str, (ROOT, RECIPES / "megatron", RECIPES / "deepspeed")))
     return {**environment(), "PYTHONPATH": path, "RES_OPTIONS": "timeout:1 attempts:1"}
 
@@ -383,7 +390,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="ft-soak-") as scratch:
         place = Path(args.keep or scratch)
         place.mkdir(parents=True, exist_ok=True)
-        script, plain = _scripts(args.script, place, steps, args.policy)
+        script, plain = scripts(args.script, place, steps, args.policy)
         job = Job(place, args, [*script, f"--train-iters={steps}"])
         try:
             faults = job.faults(args.faults)
@@ -423,7 +430,7 @@ def main() -> int:
     return 0 if well and result["digest"] != "DIFFERENT" else 1
 
 
-def _scripts(name: str, place: Path, steps: int, policy: str) -> tuple[list[str], list[str]]:
+def scripts(name: str, place: Path, steps: int, policy: str) -> tuple[list[str], list[str]]:
     """What is trained, at the pace of the faults and as it is; each a script and its flags."""
     if name == "core":
         paced, plain = ROOT / "benchmarks" / "soak_core.py", RECIPES / "megatron" / "pretrain_gpt_core.py"
