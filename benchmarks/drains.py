@@ -27,6 +27,7 @@ from typing import Any
 from benchmarks import soak
 from benchmarks.common import ROOT, finish, parser, printed, spread, table
 from benchmarks.loaded import digest, undisturbed
+from benchmarks.soak_pace import SHARE
 from ft_core.cli import ask
 from ft_core.errors import FtError
 
@@ -116,7 +117,7 @@ class Job(soak.Job):
             self.joined.append(
                 subprocess.Popen(
                     [*launch, "--join", address, "--job-dir", str(self.job_dir)],
-                    env=soak.environment_of_scripts(),
+                    env={**soak.environment_of_scripts(), SHARE: str(self.share)},
                     cwd=ROOT,
                     stdout=output,
                     stderr=subprocess.STDOUT,

@@ -139,21 +139,24 @@ class Changeovers:
             groups = self._cluster.groups.of(self._cluster.roles_by_node.get(leaves, []))
             self._cluster.groups.withdrawn |= set(self._cluster.groups.roles(groups))
             roles = sorted(self._cluster.groups.withdrawn)
-            recovery.end_epoch("shrinking", f"replica groups {groups} leave with node {leaves}", roles)
+            reason = f"replica groups {groups} leave with node {leaves}"
+            recovery.end_epoch("shrinking", reason, roles, between_steps=True)
             return
         stop = self._stop
         roles = recovery.prestart.due(self._cluster, self._out.now)
         if not roles:
             if stop is not None and stop.due(self._out.now):
                 every = self._cluster.every
-                recovery.end_epoch("period", f"a version is protected every {every} steps", (), every=every)
+                reason = f"a version is protected every {every} steps"
+                recovery.end_epoch("period", reason, (), between_steps=True, every=every)
             return
         attempt = recovery.prestart.attempt
         if attempt is not None and attempt.leaves:
-            recovery.end_epoch("moving", f"the roles of node {attempt.leaves} move", roles)
+            reason = f"the roles of node {attempt.leaves} move"
+            recovery.end_epoch("moving", reason, roles, between_steps=True)
             return
         reason = f"replica groups {self._cluster.groups.of(roles)} come back"
-        recovery.end_epoch("returning", reason, roles)
+        recovery.end_epoch("returning", reason, roles, between_steps=True)
 
     def _go_on_without(self, late: list[int]) -> None:
         """Replica groups that came back keep the others waiting: they leave once more, and try again."""

@@ -163,16 +163,19 @@ class RecoveryCoordinator:
                 if change:
                     self.out.record(name, f"replica groups {cluster.groups.of(change)}", sorted(change))
 
-    def end_epoch(self, event: str, reason: str, roles: Collection[int], **more: Any) -> None:
+    def end_epoch(
+        self, event: str, reason: str, roles: Collection[int], between_steps: bool = False, **more: Any
+    ) -> None:
         """Have all workers leave what they are in, and nodes report what they hold: then it is decided how
-        to go on."""
+        to go on. `between_steps`: all have finished one, and wait for that."""
         cluster = self.cluster
         cluster.epoch = cluster.next_epoch()
         self.failure_detector.ends()
         self.out.emit(*self.prestart.epoch_ends(cluster, self.out.now))
         self.transition(Quiescing(self.out.now))
         self.checkpoints = self.checkpoints.forgotten()
-        self.out.record(event, reason, roles, TimeGoes(Cause.DECISION), **more)
+        goes = TimeGoes(Cause.DECISION, between_steps=between_steps)
+        self.out.record(event, reason, roles, goes, **more)
         if (escalation := self.escalation) is not None:
             ends = {role: node for role, node in cluster.places.items() if escalation.replaces(role)}
             self._workers_to_exit = deque(ends.items())

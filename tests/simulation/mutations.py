@@ -483,7 +483,7 @@ def a_leader_is_obeyed_until_a_newer_one_is_known() -> None:
 def a_step_that_is_cut_off_is_no_time() -> None:
     """What an epoch's end cuts off of a step is not accounted for."""
 
-    def cut(self: Account, wall: float) -> dict[Cause, float]:
+    def cut(self: Account, wall: float, to: Cause) -> dict[Cause, float]:
         self._mark = wall
         return {}
 
@@ -493,7 +493,7 @@ def a_step_that_is_cut_off_is_no_time() -> None:
 def what_is_cut_off_was_well_spent() -> None:
     """It counts as a step that was done, for whoever reads the events as well."""
 
-    def cut(self: Account, wall: float) -> dict[Cause, float]:
+    def cut(self: Account, wall: float, to: Cause) -> dict[Cause, float]:
         self.finished(wall)
         return {}
 

@@ -131,13 +131,15 @@ class Account:
 
     # -- what the job does -------------------------------------------------------------------------
 
-    def to(self, cause: Cause, wall: float, epoch: int | None = None) -> dict[Cause, float]:
+    def to(
+        self, cause: Cause, wall: float, epoch: int | None = None, between_steps: bool = False
+    ) -> dict[Cause, float]:
         """From now on its time goes to this; `epoch`: that was decided on. Returns what was cut off of a
-        step, if roles were training, by what it went to."""
+        step, if roles were training, by what it went to; `between_steps`: they have waited since the last."""
         if cause is self.now and self._restored and epoch in (None, self.epoch):
             self._pass(self.now, self._sure(wall))
             return {}
-        cut = self._cut(wall) if self.trains else {}
+        cut = self._cut(wall, cause if between_steps else Cause.REDONE) if self.trains else {}
         self._pass(self.now, wall)
         self.now, self._blind, self._restored = cause, False, False
         self.epoch = self.epoch if epoch is None else epoch
@@ -272,11 +274,11 @@ class Account:
         self.version += steps
         self.reached = max(self.reached, self.version)
 
-    def _cut(self, wall: float) -> dict[Cause, float]:
-        """The epoch ends within a step."""
+    def _cut(self, wall: float, to: Cause) -> dict[Cause, float]:
+        """The epoch ends within a step, or after it: its time has gone `to` that."""
         whole = self.open(wall)
         noticing = min(whole, max(0.0, wall - self._wrong))
-        lost = {Cause.UNKNOWN if self._blind else Cause.REDONE: whole - noticing, Cause.DETECTION: noticing}
+        lost = {Cause.UNKNOWN if self._blind else to: whole - noticing, Cause.DETECTION: noticing}
         for cause, seconds in lost.items():
             self.seconds[cause] += seconds
         self._mark = max(self._mark, wall)

@@ -13,10 +13,12 @@ from ft_core.protocol.messages import Epoch, Fault, Heartbeat, NodeName, RoleBea
 
 @dataclass(frozen=True)
 class TimeGoes:
-    """The job's time goes to `cause` from now on (None: as before), in that `epoch`, if it was decided on."""
+    """The job's time goes to `cause` from now on (None: as before), in that `epoch`, if it was decided on.
+    `between_steps`: all roles had finished a step and done nothing since, so no work is cut off."""
 
     cause: Cause | None = None
     epoch: Epoch | None = None
+    between_steps: bool = False
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ class Observer:
         """What a record says of the job's time."""
         account = self.account
         if goes.cause is not None or not account.trains:
-            self._cut_off(account.to(goes.cause or account.now, self._wall, goes.epoch))
+            self._cut_off(account.to(goes.cause or account.now, self._wall, goes.epoch, goes.between_steps))
         about: dict[str, Any] = {"spent": account.spent(self._wall)}
         if self._cut:
             about["unfinished"], self._cut = self._cut, {}
@@ -127,8 +127,8 @@ class Observer:
                 self._count_steps(lambda: self._cut_off(account.resumes(version, wall)))
             case FirstSign(since):
                 account.wrong(since)
-            case TimeGoes(cause, epoch):
-                self._cut_off(account.to(cause or account.now, wall, epoch))
+            case TimeGoes(cause, epoch, between_steps):
+                self._cut_off(account.to(cause or account.now, wall, epoch, between_steps))
             case TakenOver(found, restoring):
                 self._cut_off(account.taken_over(found, restoring, wall))
             case ScriptsDone():
