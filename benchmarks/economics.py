@@ -73,7 +73,7 @@ def figures() -> Iterator[Figure]:
     yield Figure(of, "more, 10 % beside t* (0: no minimum)", 1.0, float(worse > cost))
     failures, job = (
         Failures(1000, 100 / month / 1000, 0),
-        replace(PLAIN, restart=600, pause=30, write=0, spares=9),
+        replace(PLAIN, pause=30, write=0, spares=9),
     )
     found = economics.best_interval(failures, job) / interval
     yield Figure(of, "our best interval, of t*", 1.0, found, 0.05)
@@ -81,9 +81,9 @@ def figures() -> Iterator[Figure]:
 
 
 def _free_checkpointing() -> Iterator[Figure]:
-    """FFTrainer's figure 9: which jobs' copies are hidden behind their steps, over sequence length, batch, network and
-    device. A step computes 6 operations per parameter and token; Adam's moments and main weights, 12 bytes
-    per parameter, are divided over the data-parallel group, and each role sends its part."""
+    """FFTrainer's figure 9: which jobs' copies are hidden behind their steps, over sequence length, batch,
+    network and device. A step computes 6 operations per parameter and token; Adam's moments and main
+    weights, 12 bytes per parameter, are divided over the data-parallel group, and each role sends its part."""
     sequences, batches = (512, 1024, 2048, 4096, 8192, 16384), (1, 2, 4, 8, 16)
     gbps, tflops, group = (10, 25, 50, 100, 200, 400), (80, 160, 300, 500), 16
 

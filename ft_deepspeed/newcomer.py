@@ -16,6 +16,7 @@ from ft_deepspeed import counters
 from ft_deepspeed.calls import Batch, Call, Forward, Load, Step
 from ft_deepspeed.catch_up import CatchUp
 from ft_deepspeed.context import Context
+from ft_deepspeed.history import NAME as HISTORY
 from ft_deepspeed.live import Live
 from ft_deepspeed.protected_state import ProtectedState
 from ft_deepspeed.results import NotOnRecord, Results
@@ -78,14 +79,21 @@ class Newcomer:
         """
         position = self._script.position
         seen = self._session.in_place.progress_of_others()
-        gap = seen[0] - position if seen is not None else 0
+        gap = seen.version - position if seen is not None else 0
         if seen is None or gap < _NEAR or gap > self._gap / 2:
             return False
-        results = Results(seen[1]["results"])
+        results = Results.newest(seen.envelope["results"])
         if not results.covers(position):
-            return False  # the rest comes with the state
+            seen = self._session.in_place.progress_of_others(HISTORY)
+            if seen is None or not seen.tensor:
+                return False  # the rest comes with the state
+            results = Results(
+                seen.envelope["results"], torch.frombuffer(bytearray(seen.tensor), dtype=torch.uint8)
+            )
+            if not results.covers(position):
+                return False
         self._gap = gap
-        self._catches_up(*seen, results)
+        self._catches_up(seen.version, seen.envelope, results)
         return True
 
     def _catches_up(self, until: int, envelope: Any, results: Results) -> None:
@@ -158,6 +166,7 @@ class Newcomer:
                 if session.protecting:
                     self._go_live()
                 elif not self.passes_ahead():
+                    timeline.facts["passed_ahead"] = script.position - self._from
                     session.rehearse(self._state, self._rehearse)
                     self._enters()
         elif isinstance(call, Forward):

@@ -59,6 +59,11 @@ class Results:
             raise CorruptSnapshot(f"results of earlier steps are not readable ({error})") from error
         self._held = sum(len(r) for calls in self._calls.values() for r in calls.values())
 
+    @classmethod
+    def newest(cls, state: dict[str, Any]) -> Results:
+        """Those that `state` has, where the tensor of older ones is not there. Raises CorruptSnapshot."""
+        return cls({**state, "history": History().state()})
+
     def record(self, kind: str, version: int, result: Any) -> None:
         """The next result of that kind in the step after `version`. Numbers stay on their device."""
         leaves, spec = pytree.tree_flatten(result)

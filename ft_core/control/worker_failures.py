@@ -42,6 +42,8 @@ class WorkerFailures:
             self._out.emit(*recovery.prestart.fail(cluster, where))
             return
         cluster.worker_died(node, role)
+        if cluster.places.get(role, node.name) != node.name:
+            return  # it was started ahead of need, by an attempt that is over: who has the role trains on
         released = recovery.completion.released
         on_its_own = bool(recovery.protection.unprotected) or released
         if lost.fault is m.Fault.LEFT and (cluster.initial_version is None or on_its_own):

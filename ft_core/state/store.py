@@ -13,6 +13,8 @@ from ft_core.state.replicas import ReplicaStore
 from ft_core.state.snapshot import ENVELOPE, verify
 
 Found = tuple[Segment, memoryview, Sequence[int]]
+LARGEST_ASKED = 8 << 20
+"""Bytes of a tensor that goes along in an answer."""
 
 
 class RoleMemory:
@@ -111,20 +113,23 @@ class NodeStore:
                     memory.slots = [None, None]
         give_up(given_up)
 
-    def envelope(self, role: int) -> tuple[int, bytes]:
-        """The role's newest version here, and its envelope. Raises FtError if there is none."""
+    def envelope(self, role: int, tensor: str = "") -> tuple[int, bytes, bytes]:
+        """The role's newest version here, its envelope, and the bytes of the tensor of that name, if there is
+        one and it is not large. Raises FtError if there is no version."""
         with self._lock:
             memory = self.roles.get(role, RoleMemory())  # to ask for it must not make it
         for version in reversed(memory.versions()):
             if (found := memory.find(version)) is None:
                 continue
             buffer = found[1]
-            for index, segment in enumerate(buffer.segments):
-                for item in segment.items:
-                    if item.name == ENVELOPE:
-                        data = bytes(buffer.data(index)[item.offset : item.offset + item.nbytes])
-                        if buffer.version == version:  # and was not written to meanwhile
-                            return version, data
+            wanted = {
+                item.name: bytes(buffer.data(index)[item.offset : item.offset + item.nbytes])
+                for index, segment in enumerate(buffer.segments)
+                for item in segment.items
+                if item.name == ENVELOPE or (item.name == tensor and item.nbytes <= LARGEST_ASKED)
+            }
+            if ENVELOPE in wanted and buffer.version == version:  # and was not written to meanwhile
+                return version, wanted[ENVELOPE], wanted.get(tensor, b"")
         raise FtError(f"no version of role {role} is here")
 
     def buffers(self) -> int:

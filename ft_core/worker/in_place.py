@@ -35,6 +35,8 @@ class Progress(NamedTuple):
     """That all roles have done."""
     envelope: Any
     """The role's own, of that version or the next."""
+    tensor: bytes
+    """What was asked for of it; empty: it is not there, or too large."""
 
 
 class InPlace:
@@ -76,24 +78,25 @@ class InPlace:
 
     # -- a newcomer's way --------------------------------------------------------------------------
 
-    def progress_of_others(self) -> Progress | None:
+    def progress_of_others(self, tensor: str = "") -> Progress | None:
         """Before `Session.begin`, where others train meanwhile: how far the role is that stands for this one.
 
         The script can be brought to that version without them: of what it does outside of the framework's
-        calls until there, the results are on record. None where nobody trains without this role.
+        calls until there, the results are on record. `tensor`: one in its snapshots that is wanted as well.
+        None where nobody trains without this role.
         """
         machine = self._shell.machine
         if (holder := machine.plan.ahead.get(machine.role)) is None:
             return None
         try:
-            found = self._shell.ask(lambda number: m.AskProgress(number, holder), m.ProgressFound)
+            found = self._shell.ask(lambda number: m.AskProgress(number, holder, tensor), m.ProgressFound)
             envelope = decode(found.envelope.encode())
         except (FtError, ValueError) as error:
             log.info("role %d: %s; its script gets to the others with the epoch to come", machine.role, error)
             return None
         self._groups.learn()
         self._shell.comms.learn({parse(text): (count, holder) for text, count in found.counts.items()})
-        return Progress(found.version - 1, envelope)
+        return Progress(found.version - 1, envelope, found.tensor)
 
     def passed(self) -> None:
         """A call of the script was answered from the record: so others see that it gets on."""

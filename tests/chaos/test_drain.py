@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -123,6 +124,23 @@ def test_a_node_whose_memory_errors_grow_is_drained(tmp_path, monkeypatch):
     assert (
         found["said"] == "7 before, 8 now" and "more uncorrected memory errors than before" in result.output
     )
+
+
+def test_late_in_a_job_newcomers_pass_what_was_done_before_others_wait_for_them(tmp_path):
+    """The record of early steps is a tensor: a newcomer that starts ahead of need has it as well."""
+    training = Zero(1, dp=2, bf16=True)
+    with Job(tmp_path / "job", training, MORE, nproc=1, script=HERE / "late_clm.py") as job:
+        job.wait_for("joined", 3)
+        job.wait_for_step(16)
+        drain(job, 1)
+        result = job.finish()
+    check_identical(result, training, MORE)
+    check_nobody_failed(result)
+    lines = [
+        json.loads(line) for line in (tmp_path / "job/logs/role-1/timeline.jsonl").read_text().splitlines()
+    ]
+    [moved] = [line for line in lines if line["epoch"] == 2]
+    assert moved["passed_ahead"] >= 12, moved
 
 
 @pytest.mark.timeout(300)

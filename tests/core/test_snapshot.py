@@ -428,10 +428,13 @@ def test_the_envelope_of_the_newest_version_can_be_had_alone():
         model.step(snapshotter)
         snapshotter.stage(version)
         snapshotter.wait()
-    version, data = store.envelope(3)
+    version, data, _ = store.envelope(3)
     assert (version, decode(data)) == (8, model.envelope())
+    name = next(tensor.name for tensor in model.tensors())
+    assert store.envelope(3, name)[2] == bytes(next(model.tensors()).tensor.view(torch.uint8).numpy())
+    assert store.envelope(3, "another")[2] == b""
     memory.strike(memory.find(8)[0])
-    version, data = store.envelope(3)
+    version, data, _ = store.envelope(3)
     assert (version, decode(data)) == (7, {"lr": model.lr * 3})
 
 

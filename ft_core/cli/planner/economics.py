@@ -37,11 +37,11 @@ class Failures:
 class Protection:
     """How a job goes on after a failure.
 
-    `step` is a step's seconds, of which `wait` are spent waiting for copies. A version is kept in memory every
-    `every` steps, and is safe `lag` seconds after its end; `copies` nodes have it besides its own (0: none,
-    and each failure goes back to storage). A recovery from memory takes `recovery`, one from storage
-    `restart`. On storage there is a version every `interval` seconds; writing it stops training for `pause`, and
-    takes `write`.
+    `step` is a step's seconds, of which `wait` are spent waiting for copies. A version is kept in memory
+    every `every` steps, and is safe `lag` seconds after its end; `copies` nodes have it besides its own (0:
+    none, and each failure goes back to storage). A recovery from memory takes `recovery`, one from storage
+    `restart`. On storage there is a version every `interval` seconds; writing it stops training for `pause`,
+    and takes `write`.
     """
 
     step: float
@@ -73,8 +73,8 @@ class Shares:
 
 
 def kept(rate: float, period: float, lag: float) -> float:
-    """The share of running time that is not lost, where a failure goes back to the last of the versions that are
-    made every `period` seconds and are safe `lag` seconds later.
+    """The share of running time that is not lost, where a failure goes back to the last of the versions
+    that are made every `period` seconds and are safe `lag` seconds later.
 
     After a failure the time until the next is exponential, whatever was before: of a run of X seconds
     floor((X - lag) / period) periods are kept. Their mean, times the rate, is this. To first order it is
@@ -118,7 +118,7 @@ def shares(failures: Failures, protection: Protection) -> Shares:
     rate, p = failures.rate, protection
     stands = waiting(rate, failures.repair, p.spares)
     lost = lost_in_memory(failures, p.recovery + p.lag, p.copies)
-    # A recovery begins anew with each failure in it, so training goes on where the last one is long enough ago.
+    # A recovery begins anew with each failure in it: it trains where the last failure is long enough ago.
     runs = (1 - lost) * math.exp(-rate * p.recovery) + lost * math.exp(-rate * p.restart)
     period = p.every * p.step if p.copies else p.interval + p.pause
     new = runs * kept(rate, period, p.lag if p.copies else p.write)
@@ -138,8 +138,8 @@ def shares(failures: Failures, protection: Protection) -> Shares:
 
 
 def best_interval(failures: Failures, protection: Protection) -> float:
-    """Seconds between versions on storage that make most of the time productive: FlashRecovery's t* (equation 3)
-    where failures are rare beside it. Golden-section search over its logarithm."""
+    """Seconds between versions on storage that make most of the time productive: FlashRecovery's t*
+    (equation 3) where failures are rare beside it. Golden-section search over its logarithm."""
     ratio = (math.sqrt(5) - 1) / 2
 
     def lost(log: float) -> float:
@@ -168,8 +168,9 @@ def flash_recovery(total: float, failures: float, recovery: float, pause: float)
 
 
 def at_regular_times(between: float, stall: float, degraded: float = 0.0, groups: int = 1) -> float:
-    """The share of time that is productive where failures come at equal intervals, as FT-HSDP reckons in section
-    6.1: all stand still for `stall` seconds, and one of `groups` replica groups is away for `degraded` more."""
+    """The share of time that is productive where failures come at equal intervals, as FT-HSDP reckons in
+    section 6.1: all stand still for `stall` seconds, and one of `groups` replica groups is away for
+    `degraded` more."""
     return max(0.0, between - stall - degraded / groups) / between
 
 

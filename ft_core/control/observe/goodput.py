@@ -259,7 +259,7 @@ class Account:
         again = max(0, min(self.version + steps, self._goal) - self.version)
         share = again / steps if steps else 0.0
         redone = seconds * share
-        # What is waited for copies in a step that is done again is lost with the failure, as all of that step.
+        # Waiting for copies in a step that is done again is lost with the failure, as all of that step.
         waited = min(seconds, self._longest - self._counted) * (1 - share)
         good = seconds - waited - redone
         self._counted = self._longest

@@ -58,9 +58,9 @@ class Inquiries:
                 answer = self._from_worker(replace(question, id=next(self._numbers)))
                 if isinstance(answer, m.StartupEntries):
                     return answer
-                version, envelope = self._store.envelope(question.holder)
+                version, envelope, tensor = self._store.envelope(question.holder, question.tensor)
                 version = min(answer.version, version + 1)  # where not each is protected
-                return m.ProgressFound(answer.id, version, answer.counts, envelope.decode())
+                return m.ProgressFound(answer.id, version, answer.counts, envelope.decode(), tensor)
             case t.AskAlive():
                 return t.Alive(self._stalled())
 

@@ -101,10 +101,12 @@ class AskStartupEntries(Message, frozen=True):
 
 
 class AskProgress(Message, frozen=True):
-    """How far the worker that plays `holder` has come. It goes the way of `AskStartupEntries`."""
+    """How far the worker that plays `holder` has come. It goes the way of `AskStartupEntries`. `tensor`: one
+    of its newest snapshot that is wanted as well."""
 
     id: Number
     holder: Role
+    tensor: str = ""
 
 
 class StartupEntries(Message, frozen=True):
@@ -205,12 +207,13 @@ class Refused(Message, frozen=True):
 
 class ProgressFound(Message, frozen=True):
     """Answers `AskProgress`. `envelope`: of the newest snapshot of that role (`state.envelope`), which its
-    agent adds to what the worker says."""
+    agent adds to what the worker says; and the bytes of the tensor, if it has it and that is small."""
 
     id: Number
     version: Version
     counts: Counts
     envelope: str
+    tensor: bytes = b""
 
     def __post_init__(self) -> None:
         check_texts(parse, self.counts)
