@@ -83,7 +83,8 @@ def figures() -> Iterator[Figure]:
 def _free_checkpointing() -> Iterator[Figure]:
     """FFTrainer's figure 9: which jobs' copies are hidden behind their steps, over sequence length, batch,
     network and device. A step computes 6 operations per parameter and token; Adam's moments and main
-    weights, 12 bytes per parameter, are divided over the data-parallel group, and each role sends its part."""
+    weights, 12 bytes per parameter, are divided over the data-parallel group, and each role sends its
+    part."""
     sequences, batches = (512, 1024, 2048, 4096, 8192, 16384), (1, 2, 4, 8, 16)
     gbps, tflops, group = (10, 25, 50, 100, 200, 400), (80, 160, 300, 500), 16
 
