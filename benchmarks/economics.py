@@ -13,8 +13,8 @@ import math
 import random
 import statistics
 import sys
-from collections import Counter
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -131,7 +131,7 @@ CASES = {
         Failures(12_250, 1 / (18 * 60 * 12_250), HOUR),
         replace(PLAIN, interval=300.0),
     ),
-    "few nodes, which fail often": (Failures(16, 1 / (4 * HOUR), HOUR), replace(OURS, recovery=120.0)),
+    "16 nodes, a failure every hour": (Failures(16, 1 / (16 * HOUR), HOUR), replace(OURS, recovery=120.0)),
 }
 
 
@@ -142,7 +142,7 @@ def weeks(failures: Failures, job: Protection, count: int, seed: int) -> list[Sh
     lag = job.lag if job.copies else job.write
     stored = job.interval + job.pause
     now, end, done, safe = 0.0, count * WEEK, 0.0, 0.0
-    found = [Counter[str]() for _ in range(count)]
+    found = [defaultdict[str, float](float) for _ in range(count)]
     out: list[float] = []
     """When nodes that are out come back."""
     failed: dict[int, float] = {}
@@ -196,20 +196,20 @@ def _gone(place: int, failed: dict[int, float], nodes: int, copies: int) -> bool
     return False
 
 
-def _shares(spent: Counter[str], job: Protection) -> Shares:
-    whole = spent["run"] + spent["recovery"] + spent["nodes"]
+def _shares(spent: Mapping[str, float], job: Protection) -> Shares:
+    whole = sum(spent.get(each, 0.0) for each in ("run", "recovery", "nodes"))
     if not whole:
         return Shares(0, 0, 0, 0, 0, 1)
     pause = job.pause / (job.interval + job.pause)
     waits = (1 - pause) * job.wait / job.step
-    new = spent["new"] / whole
+    new = spent.get("new", 0.0) / whole
     return Shares(
         productive=new * (1 - pause - waits),
         copies=new * waits,
         storage=new * pause,
-        redone=spent["run"] / whole - new,
-        recovery=spent["recovery"] / whole,
-        nodes=spent["nodes"] / whole,
+        redone=spent.get("run", 0.0) / whole - new,
+        recovery=spent.get("recovery", 0.0) / whole,
+        nodes=spent.get("nodes", 0.0) / whole,
     )
 
 

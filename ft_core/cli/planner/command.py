@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
-from ft_core.cli.planner import terms
+from ft_core.cli.planner import terms, worth
 from ft_core.cli.planner.figures import figures_of, seconds, size, text
 from ft_core.cli.planner.razor import plan, summarise
 from ft_core.cli.planner.shape import DataParallel, Framework, Hosts, PlannedJob, Storage, check_batch
@@ -46,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser, frameworks: Iterable[Framewor
     ours.add_argument("--ft-ready-standbys", type=int, default=0, metavar="N", help="as of ftrun")
     ours.add_argument("--ft-snapshot", choices=SNAPSHOTS, default=SNAPSHOTS[0], help="as of ftrun")
     ours.add_argument("--nodes-per-domain", type=int, default=1, metavar="N", help="nodes of a rack")
-    ours.add_argument("--mtbf-hours", type=float, default=0, metavar="X", help="of one device")
     ours.add_argument("--json", action="store_true", help="the same, for programs")
 
     rates = parser.add_argument_group("machines", "What is not measured is taken from data sheets: a bound.")
@@ -91,6 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser, frameworks: Iterable[Framewor
         metavar="X",
         help="of the script in a recovery, to its first step: `ftctl timeline`",
     )
+    worth.add_arguments(parser)
 
 
 def of_running(described: RoleDescribed, hosts: Iterable[Host], as_json: bool) -> int:
@@ -152,7 +152,7 @@ def main(args: argparse.Namespace, frameworks: Sequence[Framework]) -> int:
     except ConfigError as error:
         print(f"ftctl plan: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(figures, indent=1) if args.json else text(job, found, figures))
+    print(json.dumps(figures, indent=1) if args.json else text(job, found, figures, args.price_gpu_hour))
     fits = not args.node_memory_gb or found.memory_per_node <= args.node_memory_gb * terms.GB
     return 0 if found.survives >= job.hosts.replicas and fits else 1
 
@@ -196,8 +196,17 @@ def _check_hosts(args: argparse.Namespace) -> None:
     for flag, least in (*counts, ("ft_replicas", 0), ("spares", 0), ("ft_ready_standbys", 0)):
         if (value := getattr(args, flag)) < least:
             raise ConfigError(f"--{flag.replace('_', '-')} {value}: give a number of {least} or more")
-    amounts = ("network_gbps", "device_rate", "host_rate", "node_memory_gb", "device_tflops", "step_seconds")
-    for flag in (*amounts, "start_up_seconds", "mtbf_hours", "global_batch_size", "seq_length"):
+    amounts: tuple[str, ...] = (
+        "network_gbps",
+        "device_rate",
+        "host_rate",
+        "node_memory_gb",
+        "device_tflops",
+        "step_seconds",
+    )
+    worth_of = ("mtbf_hours", "recovery_seconds", "repair_hours", "restart_seconds", "save_seconds")
+    amounts += ("start_up_seconds", *worth_of, "write_seconds", "price_gpu_hour")
+    for flag in (*amounts, "global_batch_size", "seq_length"):
         if (getattr(args, flag) or 0) < 0:
             raise ConfigError(f"--{flag.replace('_', '-')} {getattr(args, flag):g}: give a number above 0")
     nodes = args.world_size / args.nproc_per_node

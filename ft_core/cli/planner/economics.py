@@ -1,8 +1,8 @@
 """What failures cost a job, and what copies, spares and intervals are worth: expected shares of its time.
 
 Failures are a Poisson process of one rate, and every one takes a node; both are what the literature assumes
-(FlashRecovery, section II; DeadPool, section V-C). Nothing else is approximated to first order: the shares
-hold for a failure every few minutes, too. Times are in seconds, rates per second. The derivation, and where
+(FlashRecovery, section II; DeadPool, section V-C). The shares hold for a failure every few minutes, too, as
+long as those that take all copies of something are rare beside the others. Times are in seconds, rates per second. The derivation, and where
 the sources differ, are in `docs/economics.md`.
 """
 
@@ -139,13 +139,14 @@ def shares(failures: Failures, protection: Protection) -> Shares:
 
 def best_interval(failures: Failures, protection: Protection) -> float:
     """Seconds between versions on storage that make most of the time productive: FlashRecovery's t*
-    (equation 3) where failures are rare beside it. Golden-section search over its logarithm."""
+    (equation 3) where failures are rare beside it; not less than a version takes to write. Golden-section
+    search over its logarithm."""
     ratio = (math.sqrt(5) - 1) / 2
 
     def lost(log: float) -> float:
         return -shares(failures, replace(protection, interval=math.exp(log))).productive
 
-    low, high = math.log(_LEAST), math.log(_MOST)
+    low, high = math.log(max(_LEAST, protection.write)), math.log(_MOST)
     a, b = high - ratio * (high - low), low + ratio * (high - low)
     at_a, at_b = lost(a), lost(b)
     while high - low > 1e-4:

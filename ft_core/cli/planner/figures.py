@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from ft_core.cli.planner import terms
+from ft_core.cli.planner import terms, worth
 from ft_core.cli.planner.razor import Plan
 from ft_core.cli.planner.shape import PlannedJob
 from ft_core.cli.planner.survival import failure_probability, loss_bound, recovery_probability
@@ -73,6 +73,7 @@ def figures_of(args: argparse.Namespace, job: PlannedJob, found: Plan) -> dict[s
         if step:
             lost = failure_probability(hosts.nproc_per_node, args.mtbf_hours, step)
             figures["loss_probability_bound_per_step"] = loss_bound(found.copies, lost)
+    figures["economics"] = worth.figures_of(args, job, found, figures)
     figures["objections"] = _objections(args, job, found, figures)
     return figures
 
@@ -161,8 +162,8 @@ def _objections(args: argparse.Namespace, job: PlannedJob, found: Plan, figures:
     return lines
 
 
-def text(job: PlannedJob, found: Plan, figures: dict[str, Any]) -> str:
-    """The figures for people."""
+def text(job: PlannedJob, found: Plan, figures: dict[str, Any], price: float = 0.0) -> str:
+    """The figures for people. `price`: of a device and hour."""
     hosts = job.hosts
     lines = [
         f"{hosts.nodes} node{_s(hosts.nodes)} of {hosts.nproc_per_node} roles, {hosts.spares} spare"
@@ -213,6 +214,7 @@ def text(job: PlannedJob, found: Plan, figures: dict[str, Any]) -> str:
     if guarded:
         what = f"the recovery from a lost node that a spare guards ({guarded} of {hosts.nodes})"
         lines += _recovery(what, figures["recovery_of_a_guarded_node"])
+    lines += worth.lines(figures["economics"], price)
     lines += [f"\nWARNING: {each}" for each in figures["objections"]]
     if found.same_domain:
         lines.append(

@@ -58,7 +58,8 @@ class Inquiries:
                 answer = self._from_worker(replace(question, id=next(self._numbers)))
                 if isinstance(answer, m.StartupEntries):
                     return answer
-                version, envelope, tensor = self._store.envelope(question.holder, question.tensor)
+                wanted = question.tensor if isinstance(question, m.AskProgress) else ""
+                version, envelope, tensor = self._store.envelope(question.holder, wanted)
                 version = min(answer.version, version + 1)  # where not each is protected
                 return m.ProgressFound(answer.id, version, answer.counts, envelope.decode(), tensor)
             case t.AskAlive():
