@@ -1,8 +1,9 @@
-"""What failures cost, as `ftctl plan` reckons: formulas beside each other, the papers' figures, the command."""
+"""What failures cost, as `ftctl plan` reckons: the formulas, the papers' figures, the command."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 from dataclasses import astuple, replace
@@ -54,7 +55,7 @@ def test_without_failures_only_waiting_and_writing_cost_anything() -> None:
 
 def test_the_best_interval_is_the_best() -> None:
     best = economics.best_interval(TRAINED, PLAIN)
-    at = lambda interval: economics.shares(TRAINED, replace(PLAIN, interval=interval)).productive  # noqa: E731
+    at = lambda x: economics.shares(TRAINED, replace(PLAIN, interval=x)).productive  # noqa: E731
     assert at(best) >= max(at(0.9 * best), at(1.1 * best))
     assert economics.best_interval(TRAINED, OURS) == pytest.approx(OURS.write, rel=1e-3), "writing is free"
 
@@ -67,7 +68,7 @@ def test_waiting_is_erlangs_loss_formula(spares: int, load: float) -> None:
 
 def test_more_copies_lose_less() -> None:
     odds = [economics.lost_in_memory(TRAINED, 30.0, copies) for copies in range(4)]
-    assert odds[0] == 1.0 and all(after < before / 1e3 for before, after in zip(odds, odds[1:], strict=False))
+    assert odds[0] == 1.0 and all(after < before / 1e3 for before, after in itertools.pairwise(odds))
 
 
 def test_the_plan_says_what_failures_cost(capsys: pytest.CaptureFixture[str]) -> None:

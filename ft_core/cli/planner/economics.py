@@ -2,8 +2,8 @@
 
 Failures are a Poisson process of one rate, and every one takes a node; both are what the literature assumes
 (FlashRecovery, section II; DeadPool, section V-C). The shares hold for a failure every few minutes, too, as
-long as those that take all copies of something are rare beside the others. Times are in seconds, rates per second. The derivation, and where
-the sources differ, are in `docs/economics.md`.
+long as those that take all copies of something are rare beside the others. Times are in seconds, rates per
+second. The derivation, and where the sources differ, are in `docs/economics.md`.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Measured:
 
 
 def measured(directory: Path) -> Measured:
-    """Of a job that has run, or runs. Raises ConfigError where it has not made a step."""
+    """Return what a job that has run, or runs, has seen. Raises ConfigError where it has not made a step."""
     found = history.read(directory)
     steps = [line["spent"]["step"] for line in found.lines if line.get("spent", {}).get("step")]
     if not steps:
@@ -57,7 +57,7 @@ def measured(directory: Path) -> Measured:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of what failures cost."""
+    """Add the flags about what failures cost."""
     worth = parser.add_argument_group(
         "economics", "With --mtbf-gpu, or --from-job: what time goes to, here and in a job that is restarted."
     )
