@@ -17,7 +17,7 @@ from ft_core.protocol.messages import NodeName, Notice
 
 
 class Changeovers:
-    """Those of one controller."""
+    """The changeovers of one job."""
 
     def __init__(self, recovery: RecoveryCoordinator) -> None:
         self._recovery, self._cluster, self._out = recovery, recovery.cluster, recovery.out
@@ -109,7 +109,7 @@ class Changeovers:
 
     @property
     def _stop(self) -> Stop | None:
-        """That for another period, in the epoch under way."""
+        """The request to stop for another period, if there is one in the epoch under way."""
         stop = self._period.stop
         if stop is not None and stop.epoch != self._cluster.epoch:
             stop = self._period.stop = None

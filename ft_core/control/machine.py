@@ -69,7 +69,7 @@ FAILURES = 3
 """Controllers in a row that fail of an error of their own before the job ends: the next one would meet the
 same again."""
 AT_ONCE = 1024
-"""Operations that are looked at in a tick, of those of which there is news."""
+"""Start-up operations of which there is news that are looked at in one tick."""
 
 
 class Controller:
@@ -233,7 +233,8 @@ class Controller:
         self._reports.on_greeting(node, known is not None)
 
     def _turn_away(self, peer: Peer, hello: m.AgentHello) -> None:
-        """An agent of a former job that had this address and secret: what it knows is nothing of this one."""
+        """Refuse an agent of a former job that had this address and secret: what it knows is nothing of this
+        one."""
         reason = (
             f"node {hello.node} (process {hello.pid}) is of job {hello.job}, this is {self._job}: end what "
             "is left of the other on its machine"
@@ -243,7 +244,7 @@ class Controller:
         self._out.emit(Refuse(reason), Send(peer, m.OtherJob(self._job)), Close(peer))
 
     def _look_for_its_like(self, node: Node) -> None:
-        """Two nodes that were started with the same number: one of them only stands by."""
+        """Warn of two nodes that were started with the same rank: only one of them trains."""
         rank = node.hello.node_rank
         if rank not in range(self.cluster.settings.nnodes):
             return
@@ -298,7 +299,7 @@ class Controller:
     # -- what agents say -----------------------------------------------------------------------
 
     def _on_agent(self, node: Node, message: m.Message) -> None:
-        """What is understood without a plan; the rest once that is known."""
+        """Handle what is understood without a plan; the rest once the plan is known."""
         cluster = self.cluster
         if isinstance(message, m.Heartbeat):  # first, since nearly all are
             self._reports.on_heartbeat(node, message)
@@ -408,14 +409,14 @@ class Controller:
     # -- the rest ------------------------------------------------------------------------------
 
     def _hear(self, node: Node) -> None:
-        """What was said before the plan was here, and with the greeting."""
+        """Handle what a node said with its greeting, and before the plan was known."""
         if self._succession.plan_known:
             said, node.messages_before_plan = node.messages_before_plan, []
             for message in said:
                 self._on_news(node, message)
 
     def _rebuild(self, phase: Rebuilding) -> None:
-        """Once it has heard from everybody, or it is clear who does not come, go on."""
+        """Go on once everybody was heard, or it is clear who does not come."""
         cluster, now = self.cluster, self._out.now
         phase.newest = takeover.newest(cluster)
         if not self._succession.plan_known:

@@ -7,12 +7,12 @@ from typing import Any
 from ft_core.protocol.messages import Plan, Reopened, Restored, Stepped
 
 Due = tuple[str, dict[str, Any]]
-"""An event, with what belongs to it."""
+"""An event's name, with its fields."""
 
 
 class Progress:
-    """What they have said. An event comes of it once all have; what is still awaited is counted down, since
-    each message comes from each role."""
+    """What the roles have said. An event comes of it once all have; what is still awaited is counted down,
+    since each message comes from each role."""
 
     def __init__(self, state: Plan) -> None:
         """`state`: the plan of the epoch."""
@@ -52,7 +52,7 @@ class Progress:
 
 
 def _last(awaited: set[int], role: int) -> bool:
-    """Whether it was the last of those that were awaited."""
+    """Take a role off `awaited`. Returns whether it was the last."""
     if role not in awaited:
         return False
     awaited.remove(role)

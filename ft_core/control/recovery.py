@@ -77,9 +77,9 @@ class RecoveryCoordinator:
         self.last_failure: tuple[str, int, Sequence[int]] = "", 1, []
         """Why, the exit code should it be the last, and the roles that were lost."""
         self.escalation: Escalation | None = None
-        """Who begins anew in the next epoch, where it is known that the others cannot go on with those."""
+        """The rung of the ladder that the next epoch tries, where going on in place does not help."""
         self._workers_to_exit: deque[tuple[int, str]] = deque()
-        """Roles whose workers were told to end for that, and their nodes."""
+        """Roles whose workers were told to end for that rung, and their nodes."""
         self.leaving = False
         """Whether SIGTERM has come: what ends because of it is not replaced."""
         self._shortage = ""
@@ -109,7 +109,7 @@ class RecoveryCoordinator:
     # -- epochs --------------------------------------------------------------------------------------
 
     def install_plan(self, plan: m.Plan, own: dict[m.NodeName, m.OwnPlan] | None) -> None:
-        """From now on this plan counts. `own`: what single nodes must know of it; None: another controller
+        """Let this plan count from now on. `own`: what single nodes must know of it; None: another controller
         has made it."""
         self.cluster.plan, self.progress, self.plan_was_inherited = plan, Progress(plan), own is None
         self.delivery.new_plan(own)
@@ -229,7 +229,7 @@ class RecoveryCoordinator:
             self.end_epoch("detected", reason, roles, **more)
 
     def escalate(self, cause: EscalationCause, incompatible: Collection[int] = ()) -> None:
-        """To go on in place does not help: climb the ladder, whose last rung is the end of the job.
+        """Climb the ladder, since going on in place does not help; its last rung is the end of the job.
 
         `incompatible`: roles that provably cannot go on with each other.
         """
@@ -286,7 +286,7 @@ class RecoveryCoordinator:
         return self.escalation is not None and self.recovering and self.escalation.replaces(role)
 
     def must_exit(self, role: int, node: m.NodeName) -> None:
-        """A worker is there yet that is to be replaced."""
+        """Note a worker that is still there, and is to be replaced."""
         self._workers_to_exit.append((role, node))
 
     def workers_still_exiting(self) -> bool:

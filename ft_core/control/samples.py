@@ -16,7 +16,7 @@ class Samples:
         self._lines: list[str] = []
         self._ledger = Ledger(self._lines.append)
         self._epoch = 0
-        """The newest that is entered."""
+        """The newest epoch that is entered."""
         self._waiting: list[Trained] = []
         self._unknown: dict[int, int | None] = {}
         """The versions of epochs that began before all roles had told of their groups."""

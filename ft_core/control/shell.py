@@ -110,11 +110,11 @@ _MAY_SAY: dict[type, tuple[type, ...]] = {
     AgentHello: get_args(FromAgent),
     CtlHello: get_args(FromCtl),
 }
-"""By the greeting, what comes after it."""
+"""What may be said after each kind of greeting."""
 _CLIENTS = OrBundle(FROM_CLIENT)
 
 _DURABLE = b'"event": "durable",'
-"""In a line of `events.jsonl`: a role's part of a checkpoint was written."""
+"""What a line of `events.jsonl` has that tells of a role's part of a checkpoint."""
 
 
 @dataclass
@@ -178,7 +178,7 @@ class Shell:
             settings, self._enter, self._heard, self._heard_together, self._left, self._refusals.add
         )
         self._tables: dict[int, tuple[Hosts, bytes]] = {}
-        """Those that were sent last, by their identity."""
+        """The tables that were sent last, encoded, by the identity of the message."""
         self._arriving = 0
         self._done: asyncio.Future[int | None]
 
@@ -234,7 +234,7 @@ class Shell:
         return code
 
     async def _see_off(self) -> None:
-        """Those that others speak for: they leave who is of no use before they would count as silent."""
+        """Have agents that others speak for leave before who is of no use would count as silent."""
         peers = self.machine.cluster.peers
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.settings.silence_limit):
@@ -278,7 +278,7 @@ class Shell:
         return reply.answer
 
     async def _listen(self) -> tuple[socket.socket, socket.socket]:
-        """For connections, and for pulses at the same port."""
+        """Listen for connections, and for pulses at the same port."""
         if self._leader is not None:
             address = self._leader.address
         else:
@@ -406,7 +406,7 @@ class Shell:
         return known[1]
 
     def _note(self, record: Record) -> None:
-        """For a successor on another machine."""
+        """Leave notes for a successor on another machine."""
         spent, at = record.more.get("spent"), time.time()
         news = spent is not None or self.notes.recorded.get(record.event, 0) < record.epoch
         if self._leader is None or not news:

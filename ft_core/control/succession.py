@@ -15,7 +15,7 @@ from ft_core.protocol.goodput import Cause
 
 
 class Succession:
-    """One controller's, of the one before it."""
+    """What one controller takes over from the one before it."""
 
     def __init__(self, recovery: RecoveryCoordinator, reports: Reports) -> None:
         self._recovery, self._reports = recovery, reports

@@ -24,7 +24,7 @@ class Termination:
         self._told: set[NodeName] = set()
         """Nodes that were told; if that is all that there are, the job was."""
         self._to_dismiss: set[NodeName] = set()
-        """Those of them that nobody needs, and that have yet to hear that they may end."""
+        """Nodes that were told to end and that nobody needs, which have yet to hear that they may."""
         self._left: list[tuple[NodeName, float]] = []
         """Nodes of which all workers have ended of it, and when they have said so."""
         self._gone: set[NodeName] = set()
@@ -32,7 +32,7 @@ class Termination:
         self._ends: tuple[float, str] | None = None
 
     def on_signal(self) -> None:
-        """This process was told. `ftrun` has it from outside, and passes it on to the agents as well."""
+        """This process got SIGTERM. `ftrun` has it from outside, and passes it on to the agents as well."""
         self._recovery.leaving = self._job_told = True
         if isinstance(self._recovery.phase, Forming):
             self._recovery.end_job(ENDED, "it was told to end (SIGTERM) before it had begun")

@@ -78,7 +78,8 @@ class EpochExecutor:
         self._copies = Copies(about.node)
         self.ready = Ready(about, crew, view)
         self._strikes: tuple[float, list[m.FailureRecord]] = 0.0, []
-        """For a successor of the controller: failures, and when it has told of them."""
+        """What a successor of the controller needs to know: when the controller last told of failures, and
+        which."""
         self._stuck_at = math.inf
         """When workers are killed that have not left their step for this epoch."""
         self._taken: set[int] = set()
@@ -92,7 +93,7 @@ class EpochExecutor:
         self.effects += effects
 
     def post(self, message: m.FromAgent) -> None:
-        """To the controller, if there is one."""
+        """Post a message to the controller, if there is one."""
         self.do(ToController(message))
 
     def say(self, message: m.OfRole) -> None:
@@ -112,7 +113,7 @@ class EpochExecutor:
             self.do(*self.ready.tick(self.plan, self.settings, self.now))
 
     def use(self, settings: dict[str, Any]) -> None:
-        """The script has brought these, and the controller has checked them."""
+        """Use settings that the script has brought, and the controller has checked."""
         self.configured, self.settings = settings, dataclasses.replace(self.settings, **settings)
         self.do(UseSettings(self.settings))
         self.post(m.Configured(settings))
@@ -155,7 +156,7 @@ class EpochExecutor:
         return frozenset(worker.role for worker in self.crew.playing() if waits(worker))
 
     def heartbeat(self) -> m.Heartbeat:
-        """That this node lives, and how far its roles are."""
+        """The heartbeat: this node lives, and its roles are so far."""
         begun = self.plan.id if self.plan else ""
         beats, replicas = holdings.beats(self.crew, self._view), self._view.replicas()
         seen = self.epoch, begun, beats, self.idle, replicas, self._view.xids()
@@ -246,7 +247,7 @@ class EpochExecutor:
         self.report_if_quiet()
 
     def report_if_quiet(self) -> None:
-        """Once no worker here is inside a step of an older epoch, say what this node holds."""
+        """Report what this node holds, once no worker here is inside a step of an older epoch."""
         quiet = all(worker.quiesced >= self.epoch for worker in self.crew.playing())
         if quiet and self.reported < self.epoch and self.epoch != self.begun:
             self.reported = self.epoch
@@ -425,7 +426,7 @@ class EpochExecutor:
         return worker
 
     def prepare_standby(self, worker: Worker) -> None:
-        """It has connected, and is to start a role ahead of need."""
+        """Have a worker that has connected start a role ahead of need."""
         plan = self.plan if self.epoch == self.begun else None
         now = None if plan is None else msgspec.structs.replace(self._worker_plan(plan), parts=self.parts)
         master = plan.master if plan is not None else ""

@@ -85,8 +85,8 @@ _TRAINED = 256
 
 
 SAME = 0.2
-"""As a part of the limit of silence: after so long a heartbeat says again what the last one said. That the
-node lives is said by the process beside its agent."""
+"""After which part of the limit of silence a heartbeat says again what the last one said. That the node lives
+is said by the process beside its agent."""
 
 
 class Agent:
@@ -121,7 +121,7 @@ class Agent:
 
     @property
     def phase(self) -> Phase:
-        """Where its life is."""
+        """The phase of this agent's life."""
         return self._phase
 
     @property
@@ -143,7 +143,7 @@ class Agent:
         return self.epochs.effects
 
     def numbers(self) -> NodeNumbers:
-        """For metrics, as of now."""
+        """The node's numbers for metrics, as of now."""
         beat = self.epochs.heartbeat()
         workers = Counter(worker.doing.name.lower() for worker in self.crew)
         states = {doing.name.lower(): workers[doing.name.lower()] for doing in WorkerState}
@@ -505,7 +505,7 @@ class Agent:
             self._do(AskPeer(worker.number, question, where.data))
 
     def _ask_worker(self, event: PeerAsks) -> None:
-        """The same from the other side."""
+        """Answer an agent whose worker asks one of this node, by asking that."""
         question = event.question
         if (worker := self.crew.of_role(question.holder)) is None:
             error = f"role {question.holder} has no worker on node {self.about.node}"

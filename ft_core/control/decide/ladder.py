@@ -41,13 +41,13 @@ class EscalationCause:
     """The roles that have failed."""
     code: int = 1
     traceback: str = ""
-    """For the last event, from its line break on."""
+    """The traceback for the job's last event, from the line break before it on."""
     short: str = ""
-    """The same for the console."""
+    """The error in short for the console, from the line break before it on."""
     fault: Fault | None = None
     """The class of the failure."""
     node: NodeName = ""
-    """Where that was."""
+    """The node on which it failed."""
 
     @property
     def about(self) -> dict[str, Any]:

@@ -132,7 +132,7 @@ def decide(
 def _on_sound_devices(
     cluster: ClusterState, places: Places, lost: Collection[int], faulted: Mapping[str, int]
 ) -> dict[str, int]:
-    """For nodes with devices that have failed: how many roles the others of these have room for."""
+    """How many roles there is room for on the sound devices of each node that has failed ones."""
     stay = Counter(places[role] for role in places.keys() - set(lost)) if faulted else Counter[str]()
     capacity = cluster.settings.nproc_per_node
     return {name: max(0, capacity - devices - stay[name]) for name, devices in faulted.items()}

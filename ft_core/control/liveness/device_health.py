@@ -44,10 +44,10 @@ LEADS_TO: Mapping[DeviceAction, str] = {
     DeviceAction.DRAIN: "its node is to be taken out",
     DeviceAction.CONDEMN: "its node is to be taken out, and not used while there is another",
 }
-"""For people. Of `NOTHING` nobody is told."""
+"""What each action means, for people. Nobody is told of `NOTHING`."""
 
 DRAINS = frozenset({DeviceAction.DRAIN, DeviceAction.CONDEMN})
-"""These take roles away from a node that still plays them."""
+"""Actions that take roles away from a node that still plays them."""
 
 _FAULTS: Mapping[DeviceAction, Fault] = {
     DeviceAction.COUNT: Fault.DEVICE_WARNING,
@@ -71,6 +71,7 @@ def verdict(finding: DeviceFinding) -> Verdict:
 
 
 def record(finding: DeviceFinding, node: NodeName, action: DeviceAction) -> FailureRecord:
-    """As it is kept of the node. Raises KeyError for an action that leaves nothing behind."""
+    """The record of a finding that is kept of the node. Raises KeyError for an action that leaves nothing
+    behind."""
     about = finding.device, -1, 0, -1, _FAULTS[action], finding.signature
     return FailureRecord(place(node), *about, age=finding.age)

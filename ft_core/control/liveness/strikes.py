@@ -35,7 +35,7 @@ class Retry(Enum):
     ONCE = auto()
     """The job ends if the same comes again in the same step."""
     YES = auto()
-    """Until `TRIES`."""
+    """The role is tried again, up to `TRIES` recoveries without progress."""
 
 
 class Counts(Enum):
@@ -43,10 +43,10 @@ class Counts(Enum):
 
     NO = auto()
     AGAIN = auto()
-    """From the second time there on."""
+    """The failure counts from its second time on that node on."""
     YES = auto()
     OUT = auto()
-    """It makes the node one to be avoided, alone."""
+    """The failure alone makes the node one to be avoided."""
 
 
 RULES: dict[Fault, tuple[Retry, Counts]] = {
@@ -74,7 +74,8 @@ RULES: dict[Fault, tuple[Retry, Counts]] = {
     Fault.DEVICE_FAULTY: (Retry.YES, Counts.NO),
     Fault.DEVICE_CONDEMNED: (Retry.YES, Counts.OUT),
 }
-"""What each leads to, while the job trains. Before it does, an exception of the script's ends it."""
+"""What each class of failure leads to, while the job trains. Before it does, an exception of the script's
+ends it."""
 
 _NOT_AGAIN = {
     Fault.EXITED: "the script wants it to end",
@@ -88,7 +89,7 @@ _NOT_AGAIN = {
 FINDINGS = frozenset({Fault.DEVICE_WARNING, Fault.DEVICE_FAULTY, Fault.DEVICE_CONDEMNED})
 """What devices report, though nothing has failed."""
 APART = 30.0
-"""Seconds between two of them, at least, from one device and of the same."""
+"""Seconds between two findings, at least, from one device and of the same kind."""
 
 FINAL = frozenset({Fault.INTERRUPTED, Fault.REFUSED})
 """What no restart is tried against: somebody wants the job to end, or it cannot even begin."""
@@ -107,12 +108,12 @@ class Strikes:
     """How many strikes within `seconds` make a node one to be avoided; 0: none is."""
     seconds: float
     _all: list[tuple[float, FailureRecord]] = field(default_factory=list)
-    """Oldest first, with when they were."""
+    """The failures, oldest first, each with its time."""
     _forgiven: dict[str, float] = field(default_factory=dict)
     """Places, and when somebody forgave them."""
 
     def add(self, strike: FailureRecord, now: float) -> bool:
-        """Whether it is news: a controller that was restarted is told again."""
+        """Add a failure. Returns whether it is news: a controller that was restarted is told again."""
         if self.knows(strike, now):
             return False
         kept = sorted([*self._current(now), (now - strike.age, strike)], key=lambda kept: kept[0])
@@ -123,7 +124,8 @@ class Strikes:
         return True
 
     def knows(self, strike: FailureRecord, now: float) -> bool:
-        """Whether it is here. A device may report the same again later: that is another one."""
+        """Whether a failure is known already. A device may report the same again later: that is another
+        one."""
         again = strike.fault in FINDINGS
         known = (then for then, other in self._all if _same(strike, other))
         return any(not again or abs(then - now + strike.age) < APART for then in known)
@@ -133,12 +135,12 @@ class Strikes:
         return now - strike.age <= self._forgiven.get(strike.place, -math.inf)
 
     def take(self, strikes: Iterable[FailureRecord], now: float) -> None:
-        """What another controller knew."""
+        """Take over what another controller knew."""
         for strike in strikes:
             self.add(strike, now)
 
     def value(self, now: float) -> list[FailureRecord]:
-        """For a successor."""
+        """What a successor of the controller needs to know of failures."""
         return [replace(strike, age=max(0.0, now - at)) for at, strike in self._current(now)]
 
     def against(self, where: str, now: float) -> list[FailureRecord]:
@@ -189,7 +191,7 @@ class Strikes:
         return {(s.place, s.device) for s in known if not self._follows(s)}
 
     def places(self) -> set[str]:
-        """All of which something is known."""
+        """Places of which something is known."""
         return {strike.place for _, strike in self._all}
 
     def again(self, lost: WorkerLost) -> bool:
@@ -263,7 +265,7 @@ def exit_code(lost: WorkerLost) -> int:
 
 
 def _once(here: Iterable[FailureRecord]) -> list[FailureRecord]:
-    """All of them; of what several devices of a machine warn of at the same time, as a link's other end has
+    """All failures; of what several devices of a machine warn of at the same time, as a link's other end has
     failed, the first."""
     found, newest = list[FailureRecord](), math.inf
     for strike in here:  # oldest first

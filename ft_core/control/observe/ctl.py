@@ -1,4 +1,4 @@
-"""The controller's answers to `ftctl`: status, state of a role, injected failures.
+"""The controller's answers to `ftctl`: status, and the state of roles and nodes.
 
 No message grows with the job: what is of all roles or nodes comes in pieces, each of which is asked for, so
 that no answer holds up what else there is to do.
@@ -52,14 +52,14 @@ Row = TypeVar("Row")
 ROWS = 1024
 """The most rows of one message."""
 SLOWEST = 4
-"""Roles that are named."""
+"""How many of the slowest roles are named."""
 ANSWER = 5.0
 """Seconds that an agent has to answer what `ftctl` asks of it."""
 
 
 @dataclass
 class Question:
-    """About a role: its agent knows."""
+    """A question about a role that its agent answers."""
 
     peer: Peer
     asked: DescribeRole | DescribeFlight
@@ -76,7 +76,7 @@ class Questions:
     """What is left of the list that somebody reads."""
 
     def list_rows(self, cluster: ClusterState, peer: Peer, asked: AskRows, now: float) -> list[Effect]:
-        """Its first piece."""
+        """The first piece of the list that is asked for."""
         match asked.what:
             case "roles":
                 self._listed[peer] = _in_pieces(RolesStatus, roles(cluster))
@@ -87,7 +87,7 @@ class Questions:
         return self.more(peer)
 
     def more(self, peer: Peer) -> list[Effect]:
-        """The next piece."""
+        """The next piece of the list that this peer reads."""
         piece = next(self._listed.get(peer, iter(())), None)
         if piece is None:
             return [Send(peer, Denied(error="there is no list of which there is more"))]
@@ -118,7 +118,7 @@ class Questions:
         return [Send(each.peer, answer) for each in found]
 
     def tick(self, now: float) -> list[Effect]:
-        """Nobody waits for ever."""
+        """Deny what has not been answered in time: nobody waits for ever."""
         late = [question for question in self.open if now > question.until]
         self.open = [question for question in self.open if now <= question.until]
         return [
@@ -127,7 +127,7 @@ class Questions:
         ]
 
     def disconnected(self, peer: Peer) -> None:
-        """Who has asked is gone."""
+        """Forget what a peer has asked that is gone."""
         self.open = [question for question in self.open if question.peer != peer]
         self._listed.pop(peer, None)
 
@@ -156,7 +156,8 @@ def hosts(cluster: ClusterState, peer: Peer) -> list[Effect]:
 
 
 def nodes(cluster: ClusterState, now: float, struck: bool) -> Iterator[NodesStatus]:
-    """All that are there, and those of which something is known; or those against which something counts."""
+    """The rows of live nodes, and of those that have left strikes behind. `struck`: only those with
+    strikes."""
     known, limit = cluster.strikes, cluster.settings
     against = {where: known.against(where, now) for where in sorted(known.places())}
     avoided, here, about = known.avoided(now), set[str](), (limit.strikes, 60 * limit.strike_minutes)
@@ -241,7 +242,7 @@ def spares(cluster: ClusterState) -> Iterator[SpareStatus]:
 
 
 def status(cluster: ClusterState, phase: Phase, finished: set[int], pid: int, now: float) -> JobStatus:
-    """In a few words."""
+    """The job's status in a few words, of whatever size the job is."""
     settings = cluster.settings
     missing: list[RoleNamed] = []
     slowest: list[tuple[int, float, int, str]] = []
@@ -293,7 +294,7 @@ def status(cluster: ClusterState, phase: Phase, finished: set[int], pid: int, no
 
 
 def _struck(cluster: ClusterState, now: float) -> list[Struck]:
-    """The most often first."""
+    """Places with strikes, the most first."""
     avoided = cluster.strikes.avoided(now)
     found = [
         Struck(where, len(cluster.strikes.against(where, now)), where in avoided)

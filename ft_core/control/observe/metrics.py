@@ -172,7 +172,7 @@ def _ready(found: Numbers) -> Answer:
 
 
 PAGES = {"/metrics": lambda found: metrics(families(found)), "/healthz": lambda _: OK, "/readyz": _ready}
-"""By path."""
+"""The pages, by path."""
 
 
 def _buckets(counts: list[int]) -> list[tuple[str, float]]:

@@ -19,7 +19,7 @@ class ProgressReporter:
 
     def __init__(self) -> None:
         self._since: float | None = None
-        """Since when it is not."""
+        """The time since which all is not well; None: all is."""
         self._wait = FIRST
         self._starts = False
         """Whether it was the job's start: of a recovery it is said elsewhere that all is well again."""

@@ -128,7 +128,7 @@ class Draining:
         return ""
 
     def greeted(self, cluster: ClusterState, node: Node, known: bool) -> list[Effect]:
-        """It has come, and says whether it is drained; if it was `known`, it may have missed that."""
+        """A node has come, and says whether it is drained; if it was `known`, it may have missed that."""
         wanted = node.name in cluster.draining
         if node.hello.draining and not wanted and not known:
             cluster.draining.append(node.name)
@@ -178,7 +178,7 @@ class Draining:
         return returning.begin(cluster, places, now, leaves=name)
 
     def _give_up(self, cluster: ClusterState, returning: Prestart, name: NodeName, why: str) -> list[Effect]:
-        """It is used as before."""
+        """Use a node as before."""
         returning.moves_failed = 0
         cluster.draining.remove(name)
         return [

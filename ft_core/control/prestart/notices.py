@@ -25,7 +25,7 @@ AGAIN = 30.0
 """Seconds until a node is drained once more whose roles could not start elsewhere; and in which other words
 for a notice that leaves it no less time are no news."""
 SELDOM = 3600.0
-"""Seconds of that at most, which grow from try to try."""
+"""The longest such time, which grows from try to try."""
 LOOK = 1.0
 """Seconds until it is looked again whether a node can be drained: that takes a while in a large job."""
 SOONER = 1.0
@@ -51,7 +51,7 @@ class _Going:
     sick_since: float = -math.inf
     """When that was said last."""
     pause: float = AGAIN
-    """Until it is drained once more, should that come to nothing."""
+    """Seconds until it is drained once more, should that come to nothing."""
     noticed: bool = False
     """Whether somebody announces its machine's end, and may take that back."""
     why_not: str = ""
@@ -122,7 +122,8 @@ class Notices:
         why_not: str,
         ends: bool,
     ) -> list[Effect]:
-        """`why_not`: why no drain can begin at present. `ends`: the whole job was told to end."""
+        """Drain the nodes that can be drained by now. `why_not`: why no drain can begin at present. `ends`:
+        the whole job was told to end."""
         effects: list[Effect] = []
         for name, going in sorted(self._going.items(), key=lambda each: each[1].deadline):
             node = cluster.nodes.get(name)

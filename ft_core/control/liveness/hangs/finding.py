@@ -124,7 +124,7 @@ class Case:
         return self._about("absent", ranked, len(ranked) if len(ranked) <= SUSPECTS else 0)
 
     def _circle(self, roles: frozenset[int]) -> Finding:
-        """They wait for each other."""
+        """The finding that roles wait for each other."""
         pivots = self.waits.pivots(roles)
         suspects = pivots or sorted(roles)  # of one role's fault all circles go through it
         strange = diverged(self.flights, suspects)
