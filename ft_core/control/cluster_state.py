@@ -12,9 +12,10 @@ from ft_core.control.decide.groups import Groups
 from ft_core.control.decide.inventory import NodeInventory
 from ft_core.control.decide.records import Records
 from ft_core.control.events import Effect, Peer, Send
-from ft_core.control.liveness.strikes import Strikes, place
+from ft_core.control.liveness.strikes import Strikes
 from ft_core.control.liveness.suspicion import NodeLiveness
 from ft_core.leadership.lease import first_epoch
+from ft_core.protocol.domains import place
 from ft_core.protocol.messages import (
     AgentHello,
     Catalogue,

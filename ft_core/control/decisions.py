@@ -189,8 +189,8 @@ class Decisions:
         cluster, detector, now = self._cluster, self._recovery.failure_detector, self._out.now
         # Of those who train while nobody hears them it is not known how far they have come.
         nobody = cluster.nodes.keys().isdisjoint(cluster.roles_by_node)
-        begun = cluster.initial_version is not None or self._recovery.plan_was_inherited
-        unknown = begun and nobody
+        reached_training = cluster.initial_version is not None or self._recovery.plan_was_inherited
+        unknown = reached_training and nobody
         if isinstance(outcome, NextEpoch):
             older = outcome.version is None or outcome.version < cluster.newest_seen - cluster.redone
             bad = (cluster.trained and older) or (unknown and outcome.origin != "memory")

@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ft_core.control.events import Record
-from ft_core.control.liveness.strikes import place
 from ft_core.control.observe.recorded import EVENTS
 from ft_core.errors import ConfigError
 from ft_core.leadership.etcd import USER
+from ft_core.protocol.domains import place
 from ft_core.settings import SECRET_ENV
 
 log = logging.getLogger(__name__)

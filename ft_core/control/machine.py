@@ -44,7 +44,6 @@ from ft_core.control.events import (
 from ft_core.control.hang_response import HangResponse
 from ft_core.control.lead import takeover
 from ft_core.control.liveness.hangs.detector import Detector
-from ft_core.control.liveness.strikes import place
 from ft_core.control.node_failures import NodeFailures
 from ft_core.control.observe import ctl
 from ft_core.control.observe.goodput import Account
@@ -60,6 +59,7 @@ from ft_core.control.termination import Termination
 from ft_core.control.view import JobView
 from ft_core.control.worker_failures import WorkerFailures
 from ft_core.protocol import messages as m
+from ft_core.protocol.domains import place
 from ft_core.protocol.goodput import Spent
 from ft_core.settings import Settings
 

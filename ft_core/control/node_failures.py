@@ -10,6 +10,7 @@ from ft_core.control.observe.observations import FirstSign
 from ft_core.control.phases import Quiescing, Running, Waiting
 from ft_core.control.recovery import RecoveryCoordinator
 from ft_core.protocol import messages as m
+from ft_core.protocol.domains import place
 
 
 class NodeFailures:
@@ -98,7 +99,7 @@ class NodeFailures:
         why = self._detector.broke
         first = {name: role for role, name in sorted(cluster.places.items(), reverse=True)}
         none = cluster.settings.world_size  # a node without a role is replaced rather than one with some
-        failed = lambda name: len(cluster.strikes.against(strikes.place(name), now))  # noqa: E731
+        failed = lambda name: len(cluster.strikes.against(place(name), now))  # noqa: E731
         broken = self._detector.links.found(cluster.nodes, failed, lambda name: first.get(name, none))
         replaced = "" if broken is None else self._replaceable(broken)
         if broken is not None and not replaced:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from ft_core.control.cluster_state import Node, epoch_of
 from ft_core.control.decide import plans
 from ft_core.control.lead import takeover
-from ft_core.control.liveness import strikes
 from ft_core.control.observe.observations import TakenOver, TimeGoes
 from ft_core.control.phases import Rebuilding, Running, Saving
 from ft_core.control.recovery import RecoveryCoordinator
 from ft_core.control.reports import Reports
 from ft_core.protocol import messages as m
+from ft_core.protocol.domains import place
 from ft_core.protocol.goodput import Cause
 
 
@@ -68,7 +68,7 @@ class Succession:
         cluster.strikes.take(told.strikes, self._out.now)
         blamed = {strike.place for strike in told.strikes}
         for there in cluster.nodes.values():
-            if strikes.place(there.name) in blamed:  # missed, perhaps, by a leader that was none any more
+            if place(there.name) in blamed:  # missed, perhaps, by a leader that was none any more
                 cluster.strikes.lives(there.name, there.hello.pid)
         self._recovery.install_plan(state, None)
         self._recovery.prestart.taken_over(self._out.now)

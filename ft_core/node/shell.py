@@ -463,7 +463,7 @@ class NodeShell:
                         made = [await asyncio.to_thread(bring, *about)]
                     took = time.monotonic() - began
                     epochs = self.machine.epochs
-                    if epochs.begun != plan.epoch or epochs.epoch != plan.epoch:
+                    if epochs.plan_epoch != plan.epoch or epochs.epoch != plan.epoch:
                         give_up(made)
                         return
                     found = memory.take(made[0]), made[0]

@@ -471,7 +471,7 @@ def test_nobody_obeys_an_older_epoch(training: Node):
     training.hear(m.Abort(3))
     assert not training.hear(m.Abort(2)) and not training.hear(m.Abort(3))
     assert not training.hear(plan(2))
-    assert training.agent.epochs.epoch == 3 and training.agent.epochs.begun == 1
+    assert training.agent.epochs.epoch == 3 and training.agent.epochs.plan_epoch == 1
 
 
 def test_a_plan_that_overtakes_its_abort_begins_all_the_same(training: Node):

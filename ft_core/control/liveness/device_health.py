@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ft_core.control.liveness.strikes import place
 from ft_core.control.liveness.xid_table import UNKNOWN, XIDS
+from ft_core.protocol.domains import place
 from ft_core.protocol.messages import DeviceAction, DeviceFinding, FailureRecord, Fault, NodeName, Symptom
 
 

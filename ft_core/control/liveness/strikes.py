@@ -15,6 +15,7 @@ from enum import Enum, auto
 from msgspec.structs import replace
 
 from ft_core.errors import FAILED
+from ft_core.protocol.domains import place
 from ft_core.protocol.messages import DEVICE_FAULTS, FailureRecord, Fault, Suspect, WorkerLost
 
 TRIES = 8
@@ -93,11 +94,6 @@ APART = 30.0
 
 FINAL = frozenset({Fault.INTERRUPTED, Fault.REFUSED})
 """What no restart is tried against: somebody wants the job to end, or it cannot even begin."""
-
-
-def place(node: str) -> str:
-    """The node that an agent's process, whose name is its own, is on."""
-    return node.partition("+")[0]
 
 
 @dataclass

@@ -15,9 +15,8 @@ from typing import TypeVar
 
 from ft_core.control.cluster_state import ClusterState
 from ft_core.control.events import Effect, Peer, Record, Send
-from ft_core.control.liveness.strikes import place
 from ft_core.control.phases import Phase
-from ft_core.protocol.domains import shared
+from ft_core.protocol.domains import place, shared
 from ft_core.protocol.groups import runs_of, text_of
 from ft_core.protocol.messages import (
     NAMED,

@@ -14,8 +14,8 @@ import msgspec
 from ft_core.control.cluster_state import ClusterState
 from ft_core.control.decide.risk import ClusterHoldings, Present, present
 from ft_core.control.liveness import stragglers
-from ft_core.control.liveness.strikes import place
 from ft_core.control.observe.job_metrics import Numbers
+from ft_core.protocol.domains import place
 from ft_core.protocol.goodput import Cause
 from ft_core.protocol.groups import runs_of, text_of
 from ft_core.protocol.messages import NAMED, RoleBeat

@@ -18,9 +18,9 @@ from ft_core.control.cluster_state import ClusterState, Node, to
 from ft_core.control.decide.groups import Places
 from ft_core.control.decide.role_placement import PlacementCapacity
 from ft_core.control.events import Close, Effect, Peer, Record, Send
-from ft_core.control.liveness.strikes import place
 from ft_core.control.observe import explain
 from ft_core.control.prestart.attempts import ATTEMPTS, Prestart
+from ft_core.protocol.domains import place
 from ft_core.protocol.messages import (
     Denied,
     Drain,

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from ft_core.control.cluster_state import ClusterState, Node
 from ft_core.control.events import Effect, Record, Send
-from ft_core.control.liveness.strikes import place
 from ft_core.control.prestart.attempts import Prestart
 from ft_core.control.prestart.draining import Draining, can_shrink
 from ft_core.process.sigterm import GRACE
+from ft_core.protocol.domains import place
 from ft_core.protocol.messages import Drain, NodeName, Notice
 
 OTHERS = 1.0

@@ -118,8 +118,8 @@ class Ready:
         return standby_budget.fits(self._view.device_memory(newest.number), len(there))
 
     def _copies_come(self, plan: m.NodePlan) -> bool:
-        begun = plan.version if plan.version is not None else NONE
-        return any(max(versions, default=NONE) > begun for versions in self._view.replicas().values())
+        start = plan.version if plan.version is not None else NONE
+        return any(max(versions, default=NONE) > start for versions in self._view.replicas().values())
 
     def _look(self, plan: m.NodePlan, now: float) -> None:
         """Which roles this node guards in the plan."""
@@ -277,8 +277,8 @@ def _trains(worker: Worker, plan: m.NodePlan) -> bool:
     """Whether it has done a step in this epoch, of which there are the copies that there must be."""
     if worker.doing is not WorkerState.PLAYING or worker.stage != "training":
         return False
-    begun = plan.version
-    return worker.committed > (begun if begun is not None else worker.initial or 0)
+    start = plan.version
+    return worker.committed > (start if start is not None else worker.initial or 0)
 
 
 def serves(worker: Worker, plan: m.WorkerPlan) -> bool:

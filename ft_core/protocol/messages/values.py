@@ -31,6 +31,7 @@ SegmentId = str
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 """A checksum of what several roles hold alike."""
 NodeName = str
+"""The name of an agent, which no other has had; `protocol.domains.place` is the machine that it runs on."""
 Session = Annotated[str, Meta(pattern=r"^[0-9a-z]{1,64}\Z")]
 """The name of one controller's process, which no other has: pulses for another do not count."""
 JobId = Annotated[str, Meta(pattern=r"^[0-9A-Za-z._-]{0,64}\Z")]

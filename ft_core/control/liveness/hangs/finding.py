@@ -22,6 +22,7 @@ from ft_core.control.liveness.hangs.operations import (
     roles_in_words,
 )
 from ft_core.control.liveness.hangs.waiting import Wait
+from ft_core.protocol.domains import place
 from ft_core.protocol.flight import FlightLog
 
 SUSPECTS = 3
@@ -227,7 +228,7 @@ class Case:
         return Finding(kind, named, min(sure, SUSPECTS), words, *about)
 
     def _who(self, role: int) -> str:
-        return f"role {role} (node {self.places[role].partition('+')[0]})"
+        return f"role {role} (node {place(self.places[role])})"
 
     def _of_role(self, role: int) -> str:
         """What others wait for it in, and what it does instead."""
