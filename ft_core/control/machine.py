@@ -50,6 +50,7 @@ from ft_core.control.observe.goodput import Account
 from ft_core.control.observe.observations import PartWritten, TimeGoes
 from ft_core.control.observe.observer import Observer
 from ft_core.control.observe.progress_reporter import ProgressReporter
+from ft_core.control.operator_commands import OperatorCommands
 from ft_core.control.phases import Done, Forming, Phase, Rebuilding, Running, Saving, Waiting
 from ft_core.control.recovery import RecoveryCoordinator
 from ft_core.control.reports import Reports
@@ -59,7 +60,6 @@ from ft_core.control.termination import Termination
 from ft_core.control.view import JobView
 from ft_core.control.worker_failures import WorkerFailures
 from ft_core.protocol import messages as m
-from ft_core.protocol.domains import place
 from ft_core.protocol.goodput import Spent
 from ft_core.settings import Settings
 
@@ -102,6 +102,7 @@ class Controller:
         self._corruption = Corruption(self._recovery)
         self._changeovers = Changeovers(self._recovery)
         self._devices = DeviceFindings(self._recovery, self._changeovers)
+        self._commands = OperatorCommands(self._recovery, self._changeovers)
         self._reports = Reports(self._recovery, self._hangs, self._changeovers)
         self._succession = Succession(self._recovery, self._reports)
         self._worker_failures = WorkerFailures(self._recovery)
@@ -282,13 +283,11 @@ class Controller:
         elif isinstance(message, m.AskMore):
             self._out.emit(*self._questions.more(peer))
         elif isinstance(message, m.Inject):
-            self._out.emit(*ctl.inject(self.cluster, peer, message))
+            self._commands.inject(peer, message)
         elif isinstance(message, m.AskHosts):
             self._out.emit(*ctl.hosts(self.cluster, peer))
         elif isinstance(message, m.Forgive):
-            self._out.emit(*ctl.forgive(self.cluster, peer, message.node, self._out.now))
-            self._recovery.strikes_changed = True
-            self._changeovers.forgiven(place(message.node))
+            self._commands.forgive(peer, message.node)
         elif isinstance(message, m.DrainNode):
             self._changeovers.drain(peer, message.node)
         elif isinstance(message, m.DescribeRole | m.DescribeFlight):

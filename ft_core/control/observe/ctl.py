@@ -1,4 +1,4 @@
-"""The controller's answers to `ftctl`: status, and the state of roles and nodes.
+"""The controller's answers to what `ftctl` asks: status, and the state of roles and nodes.
 
 No message grows with the job: what is of all roles or nodes comes in pieces, each of which is asked for, so
 that no answer holds up what else there is to do.
@@ -14,7 +14,7 @@ from itertools import chain, islice
 from typing import TypeVar
 
 from ft_core.control.cluster_state import ClusterState
-from ft_core.control.events import Effect, Peer, Record, Send
+from ft_core.control.events import Effect, Peer, Send
 from ft_core.control.phases import Phase
 from ft_core.protocol.domains import place, shared
 from ft_core.protocol.groups import runs_of, text_of
@@ -25,12 +25,8 @@ from ft_core.protocol.messages import (
     DescribeFlight,
     DescribeRole,
     DomainSpares,
-    Forgiven,
     HostsFollow,
-    Inject,
-    Injected,
     JobStatus,
-    KillWorker,
     Message,
     NodesStatus,
     NodeStatus,
@@ -131,21 +127,6 @@ class Questions:
         self._listed.pop(peer, None)
 
 
-def inject(cluster: ClusterState, peer: Peer, asked: Inject) -> list[Effect]:
-    """Kill a role's worker, or a whole node."""
-    role = asked.role
-    node = cluster.nodes.get(cluster.places.get(role, "") if role is not None else asked.node or "")
-    if node is None:
-        victim = role if role is not None else asked.node
-        return [Send(peer, Denied(error=f"no such role or node: {victim}"))]
-    what = f"node {node.name}" if role is None else f"role {role}"
-    return [
-        Record("injected", cluster.epoch, f"ftctl kill {what}"),
-        Send(node.peer, KillWorker(role=role)),
-        Send(peer, Injected(killed=node.name if role is None else role)),
-    ]
-
-
 def hosts(cluster: ClusterState, peer: Peer) -> list[Effect]:
     """Where all roles are."""
     if cluster.plan is None:
@@ -176,20 +157,6 @@ def nodes(cluster: ClusterState, now: float, struck: bool) -> Iterator[NodesStat
                 yield NodeStatus(where, "", False, [], 0, strikes, where in avoided)
 
     return (NodesStatus(*about, rows, more) for rows, more in _pieces(chain(there(), gone())))
-
-
-def forgive(cluster: ClusterState, peer: Peer, node: str, now: float) -> list[Effect]:
-    """Forget what counts against a node."""
-    where = place(node)
-    if where not in cluster.strikes.places() | {place(name) for name in cluster.nodes}:
-        return [Send(peer, Denied(error=f"no such node: {node}"))]
-    count = cluster.strikes.forgive(where, now)
-    return [
-        Record(
-            "forgiven", cluster.epoch, f"ftctl nodes forgive {where}: {count} strikes", more={"node": where}
-        ),
-        Send(peer, Forgiven(where, count)),
-    ]
 
 
 def roles(cluster: ClusterState) -> Iterator[RoleStatus]:
