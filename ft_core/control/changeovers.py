@@ -52,8 +52,16 @@ class Changeovers:
     def follow_notices(self) -> None:
         """Drain those that are about to go, where that is possible by now."""
         recovery = self._recovery
-        about = recovery.draining, recovery.prestart, self._out.now, self._why_not(), recovery.leaving
-        self._out.emit(*self._notices.tick(self._cluster, *about))
+        self._out.emit(
+            *self._notices.tick(
+                self._cluster,
+                recovery.draining,
+                recovery.prestart,
+                self._out.now,
+                why_not=self._why_not(),
+                job_leaves=recovery.leaving,
+            )
+        )
 
     def _why_not(self) -> str:
         """Why no node can be taken out at present; empty, as a rule."""

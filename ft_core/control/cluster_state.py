@@ -307,7 +307,7 @@ class ClusterState:
 
     def faulted(self, now: float) -> dict[str, int]:
         """Live nodes with devices that have failed of late, and how many."""
-        count = Counter(where for where, _ in self.strikes.broken(now))
+        count = Counter(device.place for device in self.strikes.broken(now))
         found = {name: count[place(name)] for name in self.nodes} if count else {}
         return {name: devices for name, devices in found.items() if devices}
 

@@ -123,8 +123,9 @@ class Decisions:
             return
         cluster.note_progress()
         if cluster.attempts_without_progress > strikes.TRIES:
-            reason, code, roles = recovery.last_failure
-            recovery.escalate(EscalationCause(explain.in_vain(cluster, reason, roles), code=code))
+            failure = recovery.last_failure
+            reason = explain.in_vain(cluster, failure.reason, failure.roles)
+            recovery.escalate(EscalationCause(reason, code=failure.code))
             return
         cluster.remember_the_lost()
         outcome = self._outcome(phase)
@@ -153,13 +154,13 @@ class Decisions:
         def found() -> Outcome:
             return decide(
                 cluster,
-                prestart.places(),
-                self._recovery.checkpoints.common,
-                now - phase.since > STANDBY_GRACE,
-                cluster.avoided(now),
-                prestart.clears(cluster),
-                self._recovery.escalation,
-                cluster.faulted(now),
+                starting=prestart.places(),
+                durable=self._recovery.checkpoints.common,
+                standby_overdue=now - phase.since > STANDBY_GRACE,
+                avoided=cluster.avoided(now),
+                clears=prestart.clears(cluster),
+                escalation=self._recovery.escalation,
+                faulted=cluster.faulted(now),
             )
 
         outcome = found()

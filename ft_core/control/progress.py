@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from ft_core.protocol.messages import Plan, Reopened, Restored, Stepped
 
-Due = tuple[str, dict[str, Any]]
-"""An event's name, with its fields."""
+
+@dataclass(frozen=True)
+class Due:
+    """An event that is to be recorded, since all roles have come so far."""
+
+    event: str
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """What all roles are to have next, and those that do not have it yet."""
+
+    what: Literal["state", "step"]
+    roles: Set[int]
 
 
 class Progress:
@@ -30,15 +45,15 @@ class Progress:
             self.restored[role] = message.pid
             if not _last(self._unrestored, role):
                 return None
-            return "state_restored", {"version": self._version, "pids": dict(self.restored)}
+            return Due("state_restored", {"version": self._version, "pids": dict(self.restored)})
         if isinstance(message, Stepped):
-            return ("resumed", {"version": message.version}) if _last(self._unstepped, role) else None
-        return ("communicators_ready", {}) if _last(self._closed, role) else None
+            return Due("resumed", {"version": message.version}) if _last(self._unstepped, role) else None
+        return Due("communicators_ready", {}) if _last(self._closed, role) else None
 
     @property
-    def awaited(self) -> tuple[str, set[int]]:
-        """What is waited for now, `state` or `step`, and of whom."""
-        return ("state", self._unrestored) if self._unrestored else ("step", self._unstepped)
+    def awaited(self) -> Awaited:
+        """What is waited for now, and of whom."""
+        return Awaited("state", self._unrestored) if self._unrestored else Awaited("step", self._unstepped)
 
     @property
     def all_restored(self) -> bool:

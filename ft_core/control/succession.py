@@ -92,13 +92,13 @@ class Succession:
         recovery.completion.taken_over()
         recovery.failure_detector.miss(set(plan.nodes) - set(cluster.nodes), phase.heard_at)
         dead = takeover.dead(cluster, plan)
-        for reason, roles in phase.undone:
-            out.record("detected", reason, roles)
+        for failure in phase.failures:  # without its class: the former controller may have recorded that
+            out.record("detected", failure.reason, failure.roles)
         recovery.tell_of_nodes()
         out.send_to_all(recovery.delivery.nodes_without_roles())
         recovery.strikes_changed = True
-        if phase.ends is not None:
-            recovery.end_job(*phase.ends)
-        elif dead or phase.undone or takeover.unbegun(cluster, plan) or cluster.epoch > plan.epoch:
+        if (ending := phase.ending) is not None:
+            recovery.end_job(ending.code, ending.reason, ending.shown)
+        elif dead or phase.failures or takeover.unbegun(cluster, plan) or cluster.epoch > plan.epoch:
             why = "lost while the controller was away" if dead else "recovery was under way"
             recovery.fail(why, dead)

@@ -96,6 +96,14 @@ FINAL = frozenset({Fault.INTERRUPTED, Fault.REFUSED})
 """What no restart is tried against: somebody wants the job to end, or it cannot even begin."""
 
 
+@dataclass(frozen=True, order=True)
+class Device:
+    """A device of a machine."""
+
+    place: str
+    index: int
+
+
 @dataclass
 class Strikes:
     """The failures of one job that count against places. Times are the controller's."""
@@ -180,11 +188,11 @@ class Strikes:
         self._all = [(at, strike) for at, strike in self._all if strike.place != where]
         return counted
 
-    def broken(self, now: float) -> set[tuple[str, int]]:
-        """Devices that have failed of late: place, and index. What has followed its role to another one, in
+    def broken(self, now: float) -> set[Device]:
+        """Devices that have failed of late. What has followed its role to another one, in
         the same step, was not the device's."""
         known = [s for _, s in self._current(now) if s.fault in DEVICE_FAULTS and s.device >= 0]
-        return {(s.place, s.device) for s in known if not self._follows(s)}
+        return {Device(s.place, s.device) for s in known if not self._follows(s)}
 
     def places(self) -> set[str]:
         """Places of which something is known."""

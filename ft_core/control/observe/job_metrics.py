@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ft_core.control.decide.risk import ClusterHoldings
+from ft_core.control.liveness.strikes import Device
 from ft_core.control.observe.goodput import Standing
 from ft_core.protocol.goodput import Cause
 from ft_core.protocol.messages import Fault, RoleBeat
@@ -165,8 +166,8 @@ class Numbers:
     loss: float | None
     """The script's newest loss, where it tells it."""
     writes: tuple[list[int], float]
-    broken: set[tuple[str, int]]
-    """Devices that have failed of late: the node, and the index."""
+    broken: set[Device]
+    """Devices that have failed of late."""
     held: ClusterHoldings | None
     """Who has what of the roles' state; None before anybody plays a role."""
     standing: Standing

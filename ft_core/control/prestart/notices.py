@@ -119,17 +119,18 @@ class Notices:
         draining: Draining,
         prestart: Prestart,
         now: float,
+        *,
         why_not: str,
-        ends: bool,
+        job_leaves: bool,
     ) -> list[Effect]:
-        """Drain the nodes that can be drained by now. `why_not`: why no drain can begin at present. `ends`:
-        the whole job was told to end."""
+        """Drain the nodes that can be drained by now. `why_not`: why no drain can begin at present.
+        `job_leaves`: the whole job was told to end."""
         effects: list[Effect] = []
         for name, going in sorted(self._going.items(), key=lambda each: each[1].deadline):
             node = cluster.nodes.get(name)
             if node is None:
                 del self._going[name]
-            elif going.told and ends:
+            elif going.told and job_leaves:
                 del self._going[name]
                 effects += [*draining.forget(cluster, prestart, name), Send(node.peer, Drain(wanted=False))]
             elif name in cluster.draining:
