@@ -349,25 +349,25 @@ class ClusterState:
         an older leader's."""
         return max(self.epoch + 1, first_epoch(self.term), *(epoch + 1 for epoch in after))
 
-    def take(self, state: Plan) -> None:
+    def take(self, plan: Plan) -> None:
         """Take over another controller's plan, told by an agent that has begun it."""
-        self.catalogue = {**self.catalogue, **compact.expanded(state.catalogue)}
+        self.catalogue = {**self.catalogue, **compact.expanded(plan.catalogue)}
         self._compact = self._shown = None
         self.initial_version, self.newest_seen = (
-            state.initial_version,
-            max(self.newest_seen, state.newest_seen),
+            plan.initial_version,
+            max(self.newest_seen, plan.newest_seen),
         )
-        self.parts = state.parts
-        self.script_resumes |= state.script_resumes
-        self.restart_epoch, self.started_from = state.restart_epoch, state.started_from
+        self.parts = plan.parts
+        self.script_resumes |= plan.script_resumes
+        self.restart_epoch, self.started_from = plan.restart_epoch, plan.started_from
         self.attempts_without_progress, self.progress_mark = (
-            state.attempts_without_progress,
-            state.progress_mark,
+            plan.attempts_without_progress,
+            plan.progress_mark,
         )
-        self.escalation_level, self.furthest_step = state.escalation_level, state.furthest_step
-        self.every = state.every
-        self.groups.restore(state.groups)
-        self.plan, self.epoch = state, max(self.epoch, state.epoch)
+        self.escalation_level, self.furthest_step = plan.escalation_level, plan.furthest_step
+        self.every = plan.every
+        self.groups.restore(plan.groups)
+        self.plan, self.epoch = plan, max(self.epoch, plan.epoch)
         for node in self.nodes.values():
             self._count(node)
 

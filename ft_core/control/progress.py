@@ -29,13 +29,13 @@ class Progress:
     """What the roles have said. An event comes of it once all have; what is still awaited is counted down,
     since each message comes from each role."""
 
-    def __init__(self, state: Plan) -> None:
-        """`state`: the plan of the epoch."""
+    def __init__(self, plan: Plan) -> None:
+        """`plan`: the plan of the epoch."""
         self.restored: dict[int, int] = {}
         """Role -> pid of its worker."""
-        self._version = state.version
-        self._unrestored, self._unstepped = set(state.roles), set(state.roles)
-        self._closed = set(state.roles).difference(state.newcomers)
+        self._version = plan.version
+        self._unrestored, self._unstepped = set(plan.roles), set(plan.roles)
+        self._closed = set(plan.roles).difference(plan.newcomers)
         """Survivors that have not said that they have their communicators."""
 
     def heard(self, message: Restored | Stepped | Reopened) -> Due | None:

@@ -55,8 +55,8 @@ class RecoveryCoordinator:
     """Takes the job from one epoch to the next, and owns what the parts of the machine know of it."""
 
     def __init__(self, cluster: ClusterState, out: Emitter, ids: Callable[[], str], settled: float) -> None:
-        """`ids`: makes texts that nobody else has. `settled`: the monotonic time in seconds before which an
-        older leader may still be obeyed."""
+        """`ids`: makes texts that nobody else has. `settled`: the time, as of events, before which an older
+        leader may still be obeyed."""
         self.cluster, self.out, self.settled = cluster, out, settled
         self._phase: Phase = Forming()
         self.decision_due = False

@@ -412,8 +412,9 @@ class Shell:
         if self._leader is None or not news:
             return
         recorded = {**self.notes.recorded, record.event: record.epoch}
-        about = (self.notes.spent, self.notes.at) if spent is None else (spent, at)
-        self.notes = Notes(recorded, self._failed_before or 0, *about)
+        if spent is None:
+            spent, at = self.notes.spent, self.notes.at
+        self.notes = Notes(recorded, self._failed_before or 0, spent, at)
         self._leader.renewer.note(self.notes)
 
     def _fail(self, error: Exception) -> None:

@@ -61,16 +61,16 @@ class Succession:
         """Take over the state of another controller, from an agent that has begun its plan."""
         cluster = self._cluster
         hosts, node.hosts = node.hosts, []
-        state = plans.kept(told.state, hosts)
-        if state.epoch <= cluster.plan_epoch:
+        plan = plans.kept(told.state, hosts)
+        if plan.epoch <= cluster.plan_epoch:
             return  # several were asked
-        cluster.take(state)
+        cluster.take(plan)
         cluster.strikes.take(told.strikes, self._out.now)
         blamed = {strike.place for strike in told.strikes}
         for there in cluster.nodes.values():
             if place(there.name) in blamed:  # missed, perhaps, by a leader that was none any more
                 cluster.strikes.lives(there.name, there.hello.pid)
-        self._recovery.install_plan(state, None)
+        self._recovery.install_plan(plan, None)
         self._recovery.prestart.taken_over(self._out.now)
         for node in list(cluster.nodes.values()):
             if self.turn_away_if_replaced(node):

@@ -158,10 +158,15 @@ class EpochExecutor:
 
     def heartbeat(self) -> m.Heartbeat:
         """The heartbeat: this node lives, and its roles are so far."""
-        begun = self.plan.id if self.plan else ""
-        beats, replicas = holdings.beats(self.crew, self._view), self._view.replicas()
-        seen = self.epoch, begun, beats, self.idle, replicas, self._view.xids()
-        return m.Heartbeat(*seen, guarding=self.ready.guarding)
+        return m.Heartbeat(
+            self.epoch,
+            begun=self.plan.id if self.plan else "",
+            roles=holdings.beats(self.crew, self._view),
+            idle=self.idle,
+            replicas=self._view.replicas(),
+            xids=self._view.xids(),
+            guarding=self.ready.guarding,
+        )
 
     @property
     def idle(self) -> int:
@@ -493,8 +498,16 @@ class EpochExecutor:
         the controller hears of the version before, too."""
         before = max((each for each in worker.sums if each < version), default=None)
         worker.sums = {**({} if before is None else {before: worker.sums[before]}), version: sums}
-        whose = self.plan_epoch, worker.role, worker.pid, worker.device
-        self.say(m.Checksums(*whose, worker.sums, self._copies.alike))
+        self.say(
+            m.Checksums(
+                self.plan_epoch,
+                worker.role,
+                worker.pid,
+                worker.device,
+                versions=worker.sums,
+                alike=self._copies.alike,
+            )
+        )
 
     def verified(self, epoch: int, version: int) -> None:
         """All who hold something alike have the same in that version."""

@@ -147,8 +147,15 @@ class Agent:
         beat = self.epochs.heartbeat()
         workers = Counter(worker.doing.name.lower() for worker in self.crew)
         states = {doing.name.lower(): workers[doing.name.lower()] for doing in WorkerState}
-        about = self.about.node, self.about.domain, self._connected, self.epochs.epoch
-        return NodeNumbers(*about, states, beat.roles, len(beat.replicas))
+        return NodeNumbers(
+            self.about.node,
+            self.about.domain,
+            connected=self._connected,
+            epoch=self.epochs.epoch,
+            workers=states,
+            roles=beat.roles,
+            copies=len(beat.replicas),
+        )
 
     def _handle(self, event: Event) -> None:
         match event:
@@ -241,10 +248,22 @@ class Agent:
         self._connected = self._outage.served = True
         self._beat = -math.inf, None
         about = self.about
-        who = about.node, term, about.pid, about.node_rank, about.domain, about.data
-        # A controller that died may not have answered those, and not have written down these.
+        # A controller that died may not have answered the questions, nor have written down the samples.
         said = [*self.epochs.said.again(self._now), *self._asking.values(), *self._trained]
-        self._post(m.AgentHello(*who, self.epochs.greeting(), said, self.draining, job))
+        self._post(
+            m.AgentHello(
+                about.node,
+                term,
+                about.pid,
+                about.node_rank,
+                about.domain,
+                about.data,
+                holdings=self.epochs.greeting(),
+                said=said,
+                draining=self.draining,
+                job=job,
+            )
+        )
         if self._notice is not None:
             self._tell_notice()
         for finding in self._devices.again(self._now):

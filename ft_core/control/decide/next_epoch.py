@@ -155,10 +155,14 @@ def can_be_spared(cluster: ClusterState, name: str) -> bool:
 
     def suffice(nodes: Iterable[Node]) -> bool:
         reports = [_as_of_beats(node, cluster) for node in nodes]
-        about = cluster.places, cluster.initial_version, ()
         try:
             choice = version_choice.choose_version(
-                reports, *about, reached=cluster.newest_seen, catalogue=cluster.catalogue
+                reports,
+                cluster.places,
+                cluster.initial_version,
+                durable=(),
+                reached=cluster.newest_seen,
+                catalogue=cluster.catalogue,
             )
         except Unrecoverable:
             return False

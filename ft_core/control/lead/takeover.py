@@ -43,8 +43,15 @@ def found(cluster: ClusterState, progress: Progress) -> Found:
     versions = [v for node in nodes for held in node.holdings.roles.values() for v in held.versions]
     step = max((beat.step_s for node in nodes for beat in node.beats.values()), default=0.0)
     newest = max([base, *versions])
-    about = progress.all_restored, share(cluster), step, progress.all_stepped or newest > base
-    return Found(plan.epoch, base, newest, *about)
+    return Found(
+        epoch=plan.epoch,
+        base=base,
+        version=newest,
+        restored=progress.all_restored,
+        share=share(cluster),
+        step=step,
+        stepped=progress.all_stepped or newest > base,
+    )
 
 
 def share(cluster: ClusterState) -> float:

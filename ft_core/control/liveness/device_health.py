@@ -73,5 +73,13 @@ def verdict(finding: DeviceFinding) -> Verdict:
 def record(finding: DeviceFinding, node: NodeName, action: DeviceAction) -> FailureRecord:
     """The record of a finding that is kept of the node. Raises KeyError for an action that leaves nothing
     behind."""
-    about = finding.device, -1, 0, -1, _FAULTS[action], finding.signature
-    return FailureRecord(place(node), *about, age=finding.age)
+    return FailureRecord(
+        place(node),
+        device=finding.device,
+        role=-1,
+        pid=0,
+        step=-1,
+        fault=_FAULTS[action],
+        signature=finding.signature,
+        age=finding.age,
+    )

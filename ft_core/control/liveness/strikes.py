@@ -232,23 +232,37 @@ def of_worker(lost: WorkerLost, node: str, trained: bool = True) -> FailureRecor
     script = lost.fault is Fault.EXCEPTION and not trained
     step = max(lost.step, 0) if script else lost.step
     return FailureRecord(
-        place(node), lost.device, lost.role, lost.pid, step, lost.fault, lost.signature, lost.age
+        place(node),
+        device=lost.device,
+        role=lost.role,
+        pid=lost.pid,
+        step=step,
+        fault=lost.fault,
+        signature=lost.signature,
+        age=lost.age,
     )
 
 
 def of_link(node: str, said: Suspect) -> FailureRecord:
-    """A link that has failed on a node, in an epoch."""
-    return FailureRecord(place(node), -1, said.role, said.epoch, -1, Fault.LINK, "", age=0.0)
+    """A link that has failed on a node, in an epoch, whose number stands in for a process's."""
+    return _record(node, Fault.LINK, role=said.role, pid=said.epoch)
 
 
 def of_corruption(node: str, device: int, role: int, pid: int, step: int) -> FailureRecord:
     """State that was computed wrongly, in the version `step`."""
-    return FailureRecord(place(node), device, role, pid, step, Fault.CORRUPTION, "", age=0.0)
+    return _record(node, Fault.CORRUPTION, device=device, role=role, pid=pid, step=step)
 
 
 def of_node(node: str, agent: int, fault: Fault) -> FailureRecord:
     """The loss of a node. `agent`: its pid."""
-    return FailureRecord(place(node), -1, -1, agent, -1, fault, "", age=0.0)
+    return _record(node, fault, pid=agent)
+
+
+def _record(
+    node: str, fault: Fault, *, pid: int, device: int = -1, role: int = -1, step: int = -1
+) -> FailureRecord:
+    """The record of a failure of now, which has no exception."""
+    return FailureRecord(place(node), device, role, pid, step, fault, signature="", age=0.0)
 
 
 def ends(lost: WorkerLost, trained: bool, same_again: bool) -> str:

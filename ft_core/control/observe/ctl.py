@@ -147,14 +147,23 @@ def nodes(cluster: ClusterState, now: float, struck: bool) -> Iterator[NodesStat
             here.add(where := place(name))
             strikes = against.get(where, [])
             if strikes or not struck:
-                found = cluster.roles_by_node.get(name, [])
-                row = name, node.hello.domain, True, found, node.idle, strikes, where in avoided
-                yield NodeStatus(*row, draining=name in cluster.draining)
+                yield NodeStatus(
+                    name,
+                    node.hello.domain,
+                    alive=True,
+                    roles=cluster.roles_by_node.get(name, []),
+                    idle=node.idle,
+                    strikes=strikes,
+                    avoided=where in avoided,
+                    draining=name in cluster.draining,
+                )
 
     def gone() -> Iterator[NodeStatus]:
         for where, strikes in against.items():
             if strikes and where not in here:
-                yield NodeStatus(where, "", False, [], 0, strikes, where in avoided)
+                yield NodeStatus(
+                    where, "", alive=False, roles=[], idle=0, strikes=strikes, avoided=where in avoided
+                )
 
     return (NodesStatus(*about, rows, more) for rows, more in _pieces(chain(there(), gone())))
 

@@ -224,8 +224,15 @@ class Case:
         operation = max(direct, key=self._longest)
         waiting = self.waits.waiting[operation] - set(named) or self.waits.waiting[operation]
         witness = max(waiting, key=lambda role: self.flights[role].waited(operation))
-        about = witness, self._longest(operation), self._usual(operation)
-        return Finding(kind, named, min(sure, SUSPECTS), words, *about)
+        return Finding(
+            kind,
+            named,
+            min(sure, SUSPECTS),
+            words,
+            witness=witness,
+            waited=self._longest(operation),
+            usual=self._usual(operation),
+        )
 
     def _who(self, role: int) -> str:
         return f"role {role} (node {place(self.places[role])})"
