@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from ft_core.protocol.domains import place
 from ft_core.protocol.messages import (
     AgentHello,
     Catalogue,
+    Epoch,
     Heartbeat,
     HoldingsChanged,
     Host,
@@ -446,6 +448,15 @@ class ClusterState:
             for role in wanted.intersection(compact.all_in(holders)):
                 if self.catalogue.get(role, {}).get(segment) != holders:
                     self._learn(role, {**self.catalogue.get(role, {}), segment: holders})
+
+    def has_successor(self, role: int, epoch: Epoch | None) -> bool:
+        """Whether the plan gives a role to another worker than it had in `epoch`: what an agent says again of
+        the former one, since it has yet to begin the plan, counts no more."""
+        if self.plan is None or epoch is None or epoch >= self.plan.epoch:
+            return False
+        newcomers = self.plan.newcomers  # ascending
+        at = bisect_left(newcomers, role)
+        return newcomers[at : at + 1] == [role]
 
     def remember_the_lost(self) -> None:
         """Remember roles that never said what their segments are: as many domains as copies cover may be

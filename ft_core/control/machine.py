@@ -326,6 +326,12 @@ class Controller:
     def _on_news(self, node: Node, message: m.Message) -> None:
         cluster, now = self.cluster, self._out.now
         match message:
+            case (
+                m.WorkerLost(role=role, epoch=epoch)
+                | m.Unprotected(role=role, epoch=epoch)
+                | m.Finished(role=role, epoch=epoch)
+            ) if cluster.has_successor(role, epoch):
+                pass
             case m.WorkerLost():
                 self._worker_failures.worker_lost(node, message)
             case m.NoIdleWorker(role=role) if self._recovery.prestart.concerns(role, node.name):

@@ -99,6 +99,9 @@ class EpochExecutor:
 
     def say(self, message: m.OfRole) -> None:
         """Post what the controller must know, whichever it is by then."""
+        of_its_worker = isinstance(message, m.WorkerLost | m.Unprotected | m.Finished)
+        if of_its_worker and self.plan is not None and self.plan.roles.get(message.role) == self.about.node:
+            message = msgspec.structs.replace(message, epoch=self.plan_epoch)
         self.said.keep(message, self.now)
         self.post(message)
 

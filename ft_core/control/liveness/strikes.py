@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -96,8 +97,7 @@ FINAL = frozenset({Fault.INTERRUPTED, Fault.REFUSED})
 """What no restart is tried against: somebody wants the job to end, or it cannot even begin."""
 
 
-@dataclass(frozen=True, order=True)
-class Device:
+class Device(NamedTuple):
     """A device of a machine."""
 
     place: str

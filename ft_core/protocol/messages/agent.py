@@ -142,7 +142,8 @@ class Idle(Message, frozen=True):
 
 class WorkerLost(Message, frozen=True):
     """A worker with a role has ended. `exit` in words; `code` as of `subprocess`. `device`: its index, -1 for
-    none. `step`, `signature`: as of `FailureRecord`. `age`: seconds since, where it is said again."""
+    none. `step`, `signature`: as of `FailureRecord`. `age`: seconds since, where it is said again. `epoch`:
+    in which the role had this worker; None: it is not known, or it was to begin ahead of its epoch."""
 
     role: Role
     pid: Number
@@ -154,6 +155,7 @@ class WorkerLost(Message, frozen=True):
     signature: str = ""
     traceback: str = ""
     age: float = 0.0
+    epoch: Epoch | None = None
 
 
 class Checksums(Message, frozen=True):

@@ -90,11 +90,13 @@ class PausedAtStep(Message, frozen=True):
 
 
 class Unprotected(Message, frozen=True):
-    """A role's script runs without fault tolerance. `so_far`: it may yet ask for it."""
+    """A role's script runs without fault tolerance. `so_far`: it may yet ask for it. `epoch`: as of
+    `WorkerLost`; its agent adds it."""
 
     role: Role
     reason: str
     so_far: bool
+    epoch: Epoch | None = None
 
 
 class Suspect(Message, frozen=True):
@@ -117,9 +119,10 @@ class Completed(Message, frozen=True):
 
 
 class Finished(Message, frozen=True):
-    """A role's script is done."""
+    """A role's script is done. `epoch`: as of `WorkerLost`; its agent adds it."""
 
     role: Role
+    epoch: Epoch | None = None
 
 
 class Configure(Message, frozen=True):
