@@ -84,6 +84,7 @@ from ft_core.protocol.messages import (
     Message,
     Pulse,
     RouteRequest,
+    Shutdown,
     ToCtl,
     UseRelay,
 )
@@ -423,9 +424,19 @@ class Shell:
             return
         if self._failed_before is not None and self._failed_before + 1 >= FAILURES:
             log.critical("this controller fails as well", exc_info=error)
-            self._agree(self.machine.handle(Failed(repr(error)), self.clock.now, time.monotonic()))
+            try:
+                effects = self.machine.handle(Failed(repr(error)), self.clock.now, time.monotonic())
+            except Exception:
+                log.critical("nor can it end the job as it should", exc_info=True)
+                effects = self._bare_end()
+            self._agree(effects)
         else:
             self._done.set_exception(error)
+
+    def _bare_end(self) -> list[Effect]:
+        """What ends the job where the machine itself has failed of that: all agents are told, and no more."""
+        told = [Send(peer, Shutdown(code=1)) for peer in self.machine.cluster.peers]
+        return [PrintConsole("ftrun: the job stops: its controller fails, see above", "ERROR"), *told, End(1)]
 
     # -- connections ---------------------------------------------------------------------------
 
