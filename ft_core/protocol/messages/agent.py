@@ -119,7 +119,7 @@ class HoldingsChanged(Message, frozen=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """That a node lives, and where its workers are."""
+    """A node lives, and its workers are so far."""
 
     epoch: Epoch
     begun: PlanId
@@ -468,14 +468,14 @@ class SendHeartbeat(Message, frozen=True):
 
 
 class Drain(Message, frozen=True):
-    """This node is to be taken out, or not any more. It keeps that for a successor of the controller. After
+    """A node is to be taken out, or not any more. It keeps that for a successor of the controller. After
     `Leaving` it is the answer: whether the roles move, or the workers are to get the signal."""
 
     wanted: bool
 
 
 class SendState(Message, frozen=True):
-    """To a controller that has just started."""
+    """An agent is to say the state that it keeps, to a controller that has just started."""
 
 
 class SendFlight(Message, frozen=True):

@@ -47,7 +47,8 @@ class Reopened(Message, frozen=True):
 
 
 class Trained(Message, frozen=True):
-    """For the ledger: a step's samples. `since`: the version that its epoch began from, None of start-up."""
+    """The samples of a step, for the ledger. `since`: the version that its epoch began from, None of
+    start-up."""
 
     epoch: Epoch
     since: Version | None
@@ -172,7 +173,7 @@ class PauseAfterStep(Message, frozen=True):
 
 
 class ConfigureAnswer(Message, frozen=True):
-    """To a worker's `Configure`; `error`: why its settings cannot be had."""
+    """The answer to a worker's `Configure`; `error`: why its settings cannot be had."""
 
     worker: Number
     id: Number
