@@ -16,6 +16,7 @@ from typing import Any
 from ft_core import leadership
 from ft_core.elastic.rules import INTERVENTIONS, Start
 from ft_core.errors import ConfigError
+from ft_core.protocol.domains import place
 
 ANY_RANK = -2
 """In place of the number of a node that takes whichever place is free when the job begins."""
@@ -324,7 +325,7 @@ def put(path: Path, text: str) -> None:
 
 def unique(node: str) -> str:
     """A name for a process that is node `node`: the next one, there or elsewhere, has another."""
-    return f"{node.partition('+')[0]}+{secrets.token_hex(3)}"
+    return f"{place(node)}+{secrets.token_hex(3)}"
 
 
 def job_id(job_dir: Path, given: str) -> str:

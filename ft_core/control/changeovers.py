@@ -17,7 +17,7 @@ from ft_core.protocol.messages import NodeName, Notice
 
 
 class Changeovers:
-    """Those of one controller."""
+    """The changeovers of one job."""
 
     def __init__(self, recovery: RecoveryCoordinator) -> None:
         self._recovery, self._cluster, self._out = recovery, recovery.cluster, recovery.out
@@ -52,8 +52,16 @@ class Changeovers:
     def follow_notices(self) -> None:
         """Drain those that are about to go, where that is possible by now."""
         recovery = self._recovery
-        about = recovery.draining, recovery.prestart, self._out.now, self._why_not(), recovery.leaving
-        self._out.emit(*self._notices.tick(self._cluster, *about))
+        self._out.emit(
+            *self._notices.tick(
+                self._cluster,
+                recovery.draining,
+                recovery.prestart,
+                self._out.now,
+                why_not=self._why_not(),
+                job_leaves=recovery.leaving,
+            )
+        )
 
     def _why_not(self) -> str:
         """Why no node can be taken out at present; empty, as a rule."""
@@ -109,7 +117,7 @@ class Changeovers:
 
     @property
     def _stop(self) -> Stop | None:
-        """That for another period, in the epoch under way."""
+        """The request to stop for another period, if there is one in the epoch under way."""
         stop = self._period.stop
         if stop is not None and stop.epoch != self._cluster.epoch:
             stop = self._period.stop = None

@@ -123,8 +123,9 @@ class Decisions:
             return
         cluster.note_progress()
         if cluster.attempts_without_progress > strikes.TRIES:
-            reason, code, roles = recovery.last_failure
-            recovery.escalate(EscalationCause(explain.in_vain(cluster, reason, roles), code=code))
+            failure = recovery.last_failure
+            reason = explain.in_vain(cluster, failure.reason, failure.roles)
+            recovery.escalate(EscalationCause(reason, code=failure.code))
             return
         cluster.remember_the_lost()
         outcome = self._outcome(phase)
@@ -153,13 +154,13 @@ class Decisions:
         def found() -> Outcome:
             return decide(
                 cluster,
-                prestart.places(),
-                self._recovery.checkpoints.common,
-                now - phase.since > STANDBY_GRACE,
-                cluster.avoided(now),
-                prestart.clears(cluster),
-                self._recovery.escalation,
-                cluster.faulted(now),
+                starting=prestart.places(),
+                durable=self._recovery.checkpoints.common,
+                standby_overdue=now - phase.since > STANDBY_GRACE,
+                avoided=cluster.avoided(now),
+                clears=prestart.clears(cluster),
+                escalation=self._recovery.escalation,
+                faulted=cluster.faulted(now),
             )
 
         outcome = found()
@@ -189,8 +190,8 @@ class Decisions:
         cluster, detector, now = self._cluster, self._recovery.failure_detector, self._out.now
         # Of those who train while nobody hears them it is not known how far they have come.
         nobody = cluster.nodes.keys().isdisjoint(cluster.roles_by_node)
-        begun = cluster.initial_version is not None or self._recovery.plan_was_inherited
-        unknown = begun and nobody
+        reached_training = cluster.initial_version is not None or self._recovery.plan_was_inherited
+        unknown = reached_training and nobody
         if isinstance(outcome, NextEpoch):
             older = outcome.version is None or outcome.version < cluster.newest_seen - cluster.redone
             bad = (cluster.trained and older) or (unknown and outcome.origin != "memory")

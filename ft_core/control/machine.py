@@ -44,13 +44,13 @@ from ft_core.control.events import (
 from ft_core.control.hang_response import HangResponse
 from ft_core.control.lead import takeover
 from ft_core.control.liveness.hangs.detector import Detector
-from ft_core.control.liveness.strikes import place
 from ft_core.control.node_failures import NodeFailures
 from ft_core.control.observe import ctl
 from ft_core.control.observe.goodput import Account
 from ft_core.control.observe.observations import PartWritten, TimeGoes
 from ft_core.control.observe.observer import Observer
 from ft_core.control.observe.progress_reporter import ProgressReporter
+from ft_core.control.operator_commands import OperatorCommands
 from ft_core.control.phases import Done, Forming, Phase, Rebuilding, Running, Saving, Waiting
 from ft_core.control.recovery import RecoveryCoordinator
 from ft_core.control.reports import Reports
@@ -69,7 +69,7 @@ FAILURES = 3
 """Controllers in a row that fail of an error of their own before the job ends: the next one would meet the
 same again."""
 AT_ONCE = 1024
-"""Operations that are looked at in a tick, of those of which there is news."""
+"""Start-up operations of which there is news that are looked at in one tick."""
 
 
 class Controller:
@@ -102,6 +102,7 @@ class Controller:
         self._corruption = Corruption(self._recovery)
         self._changeovers = Changeovers(self._recovery)
         self._devices = DeviceFindings(self._recovery, self._changeovers)
+        self._commands = OperatorCommands(self._recovery, self._changeovers)
         self._reports = Reports(self._recovery, self._hangs, self._changeovers)
         self._succession = Succession(self._recovery, self._reports)
         self._worker_failures = WorkerFailures(self._recovery)
@@ -233,7 +234,8 @@ class Controller:
         self._reports.on_greeting(node, known is not None)
 
     def _turn_away(self, peer: Peer, hello: m.AgentHello) -> None:
-        """An agent of a former job that had this address and secret: what it knows is nothing of this one."""
+        """Refuse an agent of a former job that had this address and secret: what it knows is nothing of this
+        one."""
         reason = (
             f"node {hello.node} (process {hello.pid}) is of job {hello.job}, this is {self._job}: end what "
             "is left of the other on its machine"
@@ -243,7 +245,7 @@ class Controller:
         self._out.emit(Refuse(reason), Send(peer, m.OtherJob(self._job)), Close(peer))
 
     def _look_for_its_like(self, node: Node) -> None:
-        """Two nodes that were started with the same number: one of them only stands by."""
+        """Warn of two nodes that were started with the same rank: only one of them trains."""
         rank = node.hello.node_rank
         if rank not in range(self.cluster.settings.nnodes):
             return
@@ -281,13 +283,11 @@ class Controller:
         elif isinstance(message, m.AskMore):
             self._out.emit(*self._questions.more(peer))
         elif isinstance(message, m.Inject):
-            self._out.emit(*ctl.inject(self.cluster, peer, message))
+            self._commands.inject(peer, message)
         elif isinstance(message, m.AskHosts):
             self._out.emit(*ctl.hosts(self.cluster, peer))
         elif isinstance(message, m.Forgive):
-            self._out.emit(*ctl.forgive(self.cluster, peer, message.node, self._out.now))
-            self._recovery.strikes_changed = True
-            self._changeovers.forgiven(place(message.node))
+            self._commands.forgive(peer, message.node)
         elif isinstance(message, m.DrainNode):
             self._changeovers.drain(peer, message.node)
         elif isinstance(message, m.DescribeRole | m.DescribeFlight):
@@ -298,7 +298,7 @@ class Controller:
     # -- what agents say -----------------------------------------------------------------------
 
     def _on_agent(self, node: Node, message: m.Message) -> None:
-        """What is understood without a plan; the rest once that is known."""
+        """Handle what is understood without a plan; the rest once the plan is known."""
         cluster = self.cluster
         if isinstance(message, m.Heartbeat):  # first, since nearly all are
             self._reports.on_heartbeat(node, message)
@@ -326,6 +326,12 @@ class Controller:
     def _on_news(self, node: Node, message: m.Message) -> None:
         cluster, now = self.cluster, self._out.now
         match message:
+            case (
+                m.WorkerLost(role=role, epoch=epoch)
+                | m.Unprotected(role=role, epoch=epoch)
+                | m.Finished(role=role, epoch=epoch)
+            ) if cluster.has_successor(role, epoch):
+                pass
             case m.WorkerLost():
                 self._worker_failures.worker_lost(node, message)
             case m.NoIdleWorker(role=role) if self._recovery.prestart.concerns(role, node.name):
@@ -408,14 +414,14 @@ class Controller:
     # -- the rest ------------------------------------------------------------------------------
 
     def _hear(self, node: Node) -> None:
-        """What was said before the plan was here, and with the greeting."""
+        """Handle what a node said with its greeting, and before the plan was known."""
         if self._succession.plan_known:
             said, node.messages_before_plan = node.messages_before_plan, []
             for message in said:
                 self._on_news(node, message)
 
     def _rebuild(self, phase: Rebuilding) -> None:
-        """Once it has heard from everybody, or it is clear who does not come, go on."""
+        """Go on once everybody was heard, or it is clear who does not come."""
         cluster, now = self.cluster, self._out.now
         phase.newest = takeover.newest(cluster)
         if not self._succession.plan_known:

@@ -31,7 +31,7 @@ class JobView:
         return self._observer.account
 
     def numbers(self, wall: float, since_1970: float) -> Numbers:
-        """For metrics, as of now: the same moment by the wall clock and in seconds since 1970."""
+        """The job's numbers for metrics, now: the same moment by the wall clock and in seconds since 1970."""
         cluster, account, counts = self._cluster, self.account, self._observer.metrics
         settings, groups = cluster.settings, cluster.groups.membership.groups
         there = round(groups * len(cluster.places) / settings.world_size)
@@ -72,7 +72,7 @@ class JobView:
         )
 
     def overview(self, wall: float, since_1970: float) -> Overview:
-        """For the page, likewise."""
+        """What the page shows, now: the same moment by the wall clock and in seconds since 1970."""
         numbers = self.numbers(wall, since_1970)
         finished, suspects = self._recovery.completion.finished, self._hangs.suspects
         return overview(self._cluster, numbers, finished, suspects, self.account.step, self._out.now)
@@ -85,7 +85,7 @@ class JobView:
         return Standing(account.now, None if over else account.since_step(wall), account.patience)
 
     def status(self) -> JobStatus:
-        """For `ftctl status`."""
+        """What `ftctl status` shows."""
         recovery, wall = self._recovery, self._out.wall
         finished = recovery.completion.finished
         status = ctl.status(self._cluster, recovery.phase, finished, self._pid, self._out.now)

@@ -68,7 +68,13 @@ class WorkerFailures:
         """The script would fail of it again. Should the job end of it, then with the script's exit code."""
         short, code = explain.script_error(lost, self._cluster.job_dir), strikes.exit_code(lost)
         cause = EscalationCause(
-            where, (lost.role,), code, f"\n{lost.traceback}", f"\n{short}", lost.fault, node
+            where,
+            (lost.role,),
+            code,
+            lost.fault,
+            node,
+            traceback=f"\n{lost.traceback}",
+            short=f"\n{short}",
         )
         if lost.fault in strikes.FINAL:
             self._recovery.end_job(code, cause.recorded, cause.said)

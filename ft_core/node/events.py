@@ -65,7 +65,7 @@ class Forked:
 
 @dataclass(frozen=True)
 class WorkerReady:
-    """It has connected: it can be given a role."""
+    """A worker has connected: it can be given a role."""
 
     worker: Number
 
@@ -80,8 +80,8 @@ class FromWorker:
 
 @dataclass(frozen=True)
 class WorkerEnded:
-    """It does nothing any more; `WorkerGone` follows. `code` as of `subprocess`; `version` as of its control
-    words. `out_of_memory`: whether the kernel has ended it for want of memory."""
+    """A worker does nothing any more; `WorkerGone` follows. `code` as of `subprocess`; `version` as of its
+    control words. `out_of_memory`: whether the kernel has ended it for want of memory."""
 
     worker: Number
     code: int
@@ -91,7 +91,8 @@ class WorkerEnded:
 
 @dataclass(frozen=True)
 class WorkerGone:
-    """Its process is no more: the kernel has taken back its memory, devices and ports."""
+    """The process of a worker that has ended is no more: the kernel has taken back its memory, devices and
+    ports."""
 
     worker: Number
 
@@ -238,13 +239,13 @@ class ToController:
 
 @dataclass(frozen=True)
 class Report:
-    """To the controller: `EpochExecutor.report()`, once what stands before this is done. From `BeginEpoch` on
-    no copy comes in that would push out another; what is reported stays."""
+    """Send the controller `EpochExecutor.report()`, once what stands before this is done. From `BeginEpoch`
+    on no copy comes in that would push out another; what is reported stays."""
 
 
 @dataclass(frozen=True)
 class ToWorker:
-    """Nothing happens if it is gone."""
+    """Send a message to a worker; nothing happens if it is gone."""
 
     worker: Number
     message: m.ToWorker
@@ -313,7 +314,7 @@ class UsePlan:
 
 @dataclass(frozen=True)
 class UseSettings:
-    """From now on these settings hold."""
+    """Let these settings hold from now on."""
 
     settings: Settings
 
@@ -471,14 +472,14 @@ class BecomeSpare:
 
 @dataclass(frozen=True)
 class Say:
-    """To the person at this node's console, unless the controller says it there."""
+    """Print a line for the person at this node's console, unless the controller says it there."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class End:
-    """This node is done: end what is left of it, and this process with this code."""
+    """End this process with this code, and what is left of the node before."""
 
     code: int
 

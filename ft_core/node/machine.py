@@ -85,8 +85,8 @@ _TRAINED = 256
 
 
 SAME = 0.2
-"""As a part of the limit of silence: after so long a heartbeat says again what the last one said. That the
-node lives is said by the process beside its agent."""
+"""After which part of the limit of silence a heartbeat says again what the last one said. That the node lives
+is said by the process beside its agent."""
 
 
 class Agent:
@@ -121,7 +121,7 @@ class Agent:
 
     @property
     def phase(self) -> Phase:
-        """Where its life is."""
+        """The phase of this agent's life."""
         return self._phase
 
     @property
@@ -143,12 +143,19 @@ class Agent:
         return self.epochs.effects
 
     def numbers(self) -> NodeNumbers:
-        """For metrics, as of now."""
+        """The node's numbers for metrics, as of now."""
         beat = self.epochs.heartbeat()
         workers = Counter(worker.doing.name.lower() for worker in self.crew)
         states = {doing.name.lower(): workers[doing.name.lower()] for doing in WorkerState}
-        about = self.about.node, self.about.domain, self._connected, self.epochs.epoch
-        return NodeNumbers(*about, states, beat.roles, len(beat.replicas))
+        return NodeNumbers(
+            self.about.node,
+            self.about.domain,
+            connected=self._connected,
+            epoch=self.epochs.epoch,
+            workers=states,
+            roles=beat.roles,
+            copies=len(beat.replicas),
+        )
 
     def _handle(self, event: Event) -> None:
         match event:
@@ -241,10 +248,22 @@ class Agent:
         self._connected = self._outage.served = True
         self._beat = -math.inf, None
         about = self.about
-        who = about.node, term, about.pid, about.node_rank, about.domain, about.data
-        # A controller that died may not have answered those, and not have written down these.
+        # A controller that died may not have answered the questions, nor have written down the samples.
         said = [*self.epochs.said.again(self._now), *self._asking.values(), *self._trained]
-        self._post(m.AgentHello(*who, self.epochs.greeting(), said, self.draining, job))
+        self._post(
+            m.AgentHello(
+                about.node,
+                term,
+                about.pid,
+                about.node_rank,
+                about.domain,
+                about.data,
+                holdings=self.epochs.greeting(),
+                said=said,
+                draining=self.draining,
+                job=job,
+            )
+        )
         if self._notice is not None:
             self._tell_notice()
         for finding in self._devices.again(self._now):
@@ -505,7 +524,7 @@ class Agent:
             self._do(AskPeer(worker.number, question, where.data))
 
     def _ask_worker(self, event: PeerAsks) -> None:
-        """The same from the other side."""
+        """Answer an agent whose worker asks one of this node, by asking that."""
         question = event.question
         if (worker := self.crew.of_role(question.holder)) is None:
             error = f"role {question.holder} has no worker on node {self.about.node}"

@@ -84,10 +84,9 @@ _STACKS = 10.0
 _LEFT_BEHIND = 10.0
 """Seconds that what workers had started has to end."""
 PATIENCE = 0.25
-"""As a part of the limit of silence: how long an agent waits for the controller's word through another
-agent."""
+"""Which part of the limit of silence an agent waits for the controller's word through another agent."""
 _PORTS = 64
-"""That are tried for metrics."""
+"""Ports that are tried for metrics."""
 _END = 15.0
 """Seconds in which this process ends, whatever its threads wait for."""
 
@@ -464,7 +463,7 @@ class NodeShell:
                         made = [await asyncio.to_thread(bring, *about)]
                     took = time.monotonic() - began
                     epochs = self.machine.epochs
-                    if epochs.begun != plan.epoch or epochs.epoch != plan.epoch:
+                    if epochs.plan_epoch != plan.epoch or epochs.epoch != plan.epoch:
                         give_up(made)
                         return
                     found = memory.take(made[0]), made[0]
@@ -551,7 +550,8 @@ class NodeShell:
         self._handle(await asyncio.to_thread(records_of, asked, self.transport))
 
     async def _on_storage(self, call: Callable[..., T], *arguments: object) -> T:
-        """In a thread of those that may wait for storage: there are others for the network and for names."""
+        """Call something in one of the threads that may wait for storage: there are others for the network
+        and for names."""
         return await asyncio.get_running_loop().run_in_executor(self._storage, call, *arguments)
 
     # -- the end -------------------------------------------------------------------------------
@@ -574,7 +574,7 @@ class NodeShell:
         await asyncio.to_thread(console().flush, LAST_WORD)
 
     async def _leave_controller(self) -> None:
-        """This connection was the last; those for which this agent speaks go elsewhere."""
+        """Leave the controller; those for which this agent speaks go elsewhere."""
         self._uplink.ends()
         self._relaying.cancel()
         await self._relay.close()
@@ -600,7 +600,7 @@ class NodeShell:
 
 
 def temporary_directory() -> str | None:
-    """For this process's sockets, where whoever has started it has given one."""
+    """The directory for this process's sockets, where whoever has started it has given one."""
     return multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
 
 

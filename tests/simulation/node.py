@@ -335,7 +335,7 @@ class SimNode(Process):
     def _do(self, effect: ev.Effect) -> None:
         match effect:
             case ev.ToController(message):
-                if isinstance(message, m.Suspect) and message.epoch != self.machine.epochs.begun:
+                if isinstance(message, m.Suspect) and message.epoch != self.machine.epochs.plan_epoch:
                     raise Invariant.LINKS.broken(
                         f"{self.name} suspects a link in an epoch without a plan: {message}"
                     )

@@ -139,8 +139,8 @@ def families(found: Numbers) -> Iterator[Metric]:
         "0 for a device that has failed of late, or reports that it may; of the others nothing is said.",
         labels=["node", "device"],
     )
-    for node, device in sorted(found.broken):
-        devices.add_metric([node, str(device)], 0)
+    for device in sorted(found.broken):
+        devices.add_metric([device.place, str(device.index)], 0)
     yield devices
     xids = CounterMetricFamily(
         "ft_xid",
@@ -172,7 +172,7 @@ def _ready(found: Numbers) -> Answer:
 
 
 PAGES = {"/metrics": lambda found: metrics(families(found)), "/healthz": lambda _: OK, "/readyz": _ready}
-"""By path."""
+"""The pages, by path."""
 
 
 def _buckets(counts: list[int]) -> list[tuple[str, float]]:

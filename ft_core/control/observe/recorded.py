@@ -15,7 +15,7 @@ class Event:
 
     when: str
     fields: Mapping[str, str] = field(default_factory=dict)
-    """That such a line may have besides `ALWAYS` and `ACCOUNT`."""
+    """The fields that such a line may have besides `ALWAYS` and `ACCOUNT`."""
 
 
 ALWAYS: Mapping[str, str] = {
@@ -202,4 +202,4 @@ EVENTS: Mapping[str, Event] = {
     "finished": Event("every role's script is done"),
     "stopped": Event("the job is over without that; `reason` says why"),
 }
-"""By name."""
+"""Every event, by name."""

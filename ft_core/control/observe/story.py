@@ -31,7 +31,7 @@ _NODES = {"joined": "joined, as spares", "spare_lost": "without a role are gone"
 
 @dataclass
 class _Recovery:
-    """From what has ended an epoch to the first step of another."""
+    """What happens from the end of an epoch to the first step of another."""
 
     since: float
     event: str
@@ -44,13 +44,13 @@ class _Recovery:
     moved: dict[int, str] = field(default_factory=dict)
     """Role -> its node now, of those that were lost."""
     version: int | None = None
-    """That the job goes on from; None: as the script begins."""
+    """The version that the job goes on from; None: as the script begins."""
     origin: str = ""
 
 
 @dataclass
 class _Nodes:
-    """Those that one kind of event is about."""
+    """Nodes that one kind of event is about."""
 
     until: float = 0.0
     """When others may have a line."""

@@ -18,9 +18,9 @@ from ft_core.control.cluster_state import ClusterState, Node, to
 from ft_core.control.decide.groups import Places
 from ft_core.control.decide.role_placement import PlacementCapacity
 from ft_core.control.events import Close, Effect, Peer, Record, Send
-from ft_core.control.liveness.strikes import place
 from ft_core.control.observe import explain
 from ft_core.control.prestart.attempts import ATTEMPTS, Prestart
+from ft_core.protocol.domains import place
 from ft_core.protocol.messages import (
     Denied,
     Drain,
@@ -128,7 +128,7 @@ class Draining:
         return ""
 
     def greeted(self, cluster: ClusterState, node: Node, known: bool) -> list[Effect]:
-        """It has come, and says whether it is drained; if it was `known`, it may have missed that."""
+        """A node has come, and says whether it is drained; if it was `known`, it may have missed that."""
         wanted = node.name in cluster.draining
         if node.hello.draining and not wanted and not known:
             cluster.draining.append(node.name)
@@ -178,7 +178,7 @@ class Draining:
         return returning.begin(cluster, places, now, leaves=name)
 
     def _give_up(self, cluster: ClusterState, returning: Prestart, name: NodeName, why: str) -> list[Effect]:
-        """It is used as before."""
+        """Use a node as before."""
         returning.moves_failed = 0
         cluster.draining.remove(name)
         return [

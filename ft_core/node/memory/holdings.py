@@ -31,7 +31,7 @@ def roles_held(here: Iterable[int], crew: WorkerTable, view: View) -> dict[int, 
 def copies_held(
     here: Iterable[int], view: View
 ) -> tuple[dict[m.SegmentId, list[m.Version]], dict[m.SegmentId, m.Holders]]:
-    """By segment, the versions that this node has of what is not its own roles'; and all holders known here.
+    """Segment -> the versions that this node has of what is not its own roles'; and all holders known here.
 
     What it has kept for others, what it holds of roles that were here, and what its roles have adopted.
     """

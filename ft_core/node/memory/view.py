@@ -38,10 +38,10 @@ class View(Protocol):
         """The layout of the newest of them."""
 
     def replicas(self) -> dict[str, list[int]]:
-        """By segment, the versions that are kept for others, ascending."""
+        """Segment -> the versions of it that are kept for others, ascending."""
 
     def holders(self, segment: str) -> Sequence[int]:
-        """Who holds one of those; empty if it is just gone."""
+        """The holders of a segment that is kept for others; empty if it is just gone."""
 
     def sent(self, role: int) -> tuple[int, int]:
         """Payload bytes that were sent for a role, and for how many snapshots."""

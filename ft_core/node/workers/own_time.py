@@ -78,7 +78,7 @@ class OwnTimes:
         return role.told
 
     def forget(self, worker: int) -> None:
-        """It has ended."""
+        """Forget a worker that has ended."""
         self._roles.pop(worker, None)
 
     def _look(self, role: _Role, control: ControlBlock) -> None:

@@ -119,7 +119,7 @@ class HoldingsChanged(Message, frozen=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """That a node lives, and where its workers are."""
+    """A node lives, and its workers are so far."""
 
     epoch: Epoch
     begun: PlanId
@@ -142,7 +142,8 @@ class Idle(Message, frozen=True):
 
 class WorkerLost(Message, frozen=True):
     """A worker with a role has ended. `exit` in words; `code` as of `subprocess`. `device`: its index, -1 for
-    none. `step`, `signature`: as of `FailureRecord`. `age`: seconds since, where it is said again."""
+    none. `step`, `signature`: as of `FailureRecord`. `age`: seconds since, where it is said again. `epoch`:
+    in which the role had this worker; None: it is not known, or it was to begin ahead of its epoch."""
 
     role: Role
     pid: Number
@@ -154,6 +155,7 @@ class WorkerLost(Message, frozen=True):
     signature: str = ""
     traceback: str = ""
     age: float = 0.0
+    epoch: Epoch | None = None
 
 
 class Checksums(Message, frozen=True):
@@ -466,14 +468,14 @@ class SendHeartbeat(Message, frozen=True):
 
 
 class Drain(Message, frozen=True):
-    """This node is to be taken out, or not any more. It keeps that for a successor of the controller. After
+    """A node is to be taken out, or not any more. It keeps that for a successor of the controller. After
     `Leaving` it is the answer: whether the roles move, or the workers are to get the signal."""
 
     wanted: bool
 
 
 class SendState(Message, frozen=True):
-    """To a controller that has just started."""
+    """An agent is to say the state that it keeps, to a controller that has just started."""
 
 
 class SendFlight(Message, frozen=True):

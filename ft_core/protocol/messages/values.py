@@ -31,6 +31,7 @@ SegmentId = str
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 """A checksum of what several roles hold alike."""
 NodeName = str
+"""The name of an agent, which no other has had; `protocol.domains.place` is the machine that it runs on."""
 Session = Annotated[str, Meta(pattern=r"^[0-9a-z]{1,64}\Z")]
 """The name of one controller's process, which no other has: pulses for another do not count."""
 JobId = Annotated[str, Meta(pattern=r"^[0-9A-Za-z._-]{0,64}\Z")]
@@ -44,7 +45,7 @@ _PORT = r"(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-
 Address = Annotated[str, Meta(pattern=rf"^{_HOST}:{_PORT}\Z")]
 """HOST:PORT of a process, such as can be connected to: nobody who is told it stumbles over it."""
 Addresses = Annotated[str, Meta(pattern=rf"^{_HOST}:{_PORT}(,{_HOST}:{_PORT}){{0,15}}\Z")]
-"""Those of one process, by each of its interfaces."""
+"""The addresses of one process, by each of its interfaces."""
 CheckpointName = Annotated[
     str, Meta(pattern=r"^step-[0-9]{1,18}-[0-9]{1,19}-[0-9A-Za-z_]{1,64}-[0-9]{1,10}\Z")
 ]
@@ -298,7 +299,7 @@ class FailureRecord(Value, frozen=True):
     """The version that the role had; -1 in start-up."""
     fault: Fault
     signature: str
-    """By which an exception is known again."""
+    """A text by which an exception is known again."""
     age: float
 
 
@@ -381,7 +382,7 @@ class RoleBeat(Value, frozen=True):
     """Seconds of a step that are not spent in operations of process groups; 0: not known. See
     `node.workers.own_time`."""
     loss: float | None = None
-    """That the script has told last."""
+    """The loss that the script has told last."""
     ready: Number = 0
     """The pid of a standby that has started the role ahead of need; 0: there is none."""
     copy_s: float = 0.0
