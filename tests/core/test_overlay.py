@@ -436,6 +436,31 @@ def test_a_forked_process_that_outlives_the_layer_writes_for_real(tmp_path: Path
     assert (tmp_path / "old").read_text() == "real, later"
 
 
+@pytest.mark.parametrize("opens", [True, False])
+def test_a_forked_process_that_has_a_file_of_the_layer_open_is_not_gone_on_with(
+    opens: bool, tmp_path: Path
+) -> None:
+    """It would go on with a file that nobody sees any more. What it has of its parent's is no harm."""
+    (tmp_path / "metrics").write_text("one\ntwo\n"), (tmp_path / "log").write_text("one\n")
+    text = f"""
+        begin()
+        log = open("log", "w")
+        rows = open("rows", "w")
+        read, write = os.pipe()
+        ready, written = os.pipe()
+        if (child := os.fork()) == 0:
+            file = open("metrics", "w") if {opens} else open("new", "w")
+            os.close(written), os.close(write), os.read(read, 1)
+            os._exit(0)
+        os.close(read), os.close(written), os.read(ready, 1)
+        overlay.passes(), overlay.arrives(), overlay.end()
+        os.close(write), os.waitpid(child, 0)
+    """
+    said = run(tmp_path, text, code=9 if opens else 0)
+    assert ("refused: a process that it has forked" in said) == opens
+    assert (tmp_path / "metrics").read_text() == "one\ntwo\n"
+
+
 def test_libraries_that_write_by_a_name(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     (tmp_path / "old").write_text("real")
