@@ -436,6 +436,43 @@ def test_a_forked_process_that_outlives_the_layer_writes_for_real(tmp_path: Path
     assert (tmp_path / "old").read_text() == "real, later"
 
 
+@pytest.mark.parametrize("gives", ["future", "loop", "thread", "queue"])
+def test_what_is_given_to_a_thread_in_a_passed_step_is_done_in_the_layer(gives: str, tmp_path: Path) -> None:
+    """It is behind the script: nothing of it is done once more when files are real."""
+    (tmp_path / "metrics").write_text("one\ntwo\n")
+    text = """
+        import asyncio, queue, threading
+        from concurrent.futures import ThreadPoolExecutor
+        begin()
+        held = threading.Event()
+        def add(line):
+            held.wait()
+            with open("metrics", "a") as file: file.write(f"{line}\\n")
+        async def add_soon(line): add(line)
+        pool, loop, lines = ThreadPoolExecutor(1), asyncio.new_event_loop(), queue.Queue()
+        threading.Thread(target=loop.run_forever, daemon=True).start()
+        def take():
+            while True: add(lines.get())
+        threading.Thread(target=take, daemon=True).start()
+        def give(line):
+            if GIVES == "future": pool.submit(add, line)
+            if GIVES == "loop": asyncio.run_coroutine_threadsafe(add_soon(line), loop)
+            if GIVES == "thread": threading.Thread(target=add, args=(line,)).start()
+            if GIVES == "queue": lines.put(line)
+        overlay.passes()
+        give("one"), give("two")
+        threading.Timer(0.2, held.set).start()
+        overlay.arrives()
+        give("three")
+        overlay.end()
+        give("four")
+        lines.put("five") if GIVES == "queue" else pool.shutdown()
+        while len(open("metrics").read().split()) < 4: pass
+    """
+    run(tmp_path, text.replace("GIVES", repr(gives)))
+    assert (tmp_path / "metrics").read_text().split()[:4] == ["one", "two", "three", "four"]
+
+
 @pytest.mark.parametrize("opens", [True, False])
 def test_a_forked_process_that_has_a_file_of_the_layer_open_is_not_gone_on_with(
     opens: bool, tmp_path: Path
