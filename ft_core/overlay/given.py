@@ -68,7 +68,8 @@ class Given:
         till = min(till, time.monotonic() + _QUEUE_PATIENCE)
         while any(map(_is_taken_from, self._queues)) and time.monotonic() < till:
             _sleep(_PAUSE)
-        self._futures.clear(), self._threads.clear(), self._queues.clear()
+        for given in (self._futures, self._threads, self._queues):
+            given.clear()
         return True
 
     def _is_under_way(self) -> bool:

@@ -25,6 +25,8 @@ from ft_core.overlay.tree import CannotPass, Dir, File, Gone, Link, Tree
 
 _LOOKED_AT = 16 << 20
 """Bytes at the end of a file that was appended to, in which what the newcomer wrote is looked for."""
+_NEAR = 1 << 16
+"""Bytes that one who was a step further may have written behind what is looked for."""
 _KEPT_FLAGS = os.O_APPEND | os.O_NONBLOCK | os.O_DSYNC | os.O_SYNC
 
 
@@ -153,8 +155,8 @@ def _have_file(name: str, file: File, moved: bool) -> None:
             upper.seek(file.base)
             more = upper.read()
             size = real.seek(0, os.SEEK_END)
-            real.seek(max(0, size - len(more)))
-            if real.read() != more:
+            real.seek(max(0, size - len(more) - _NEAR))
+            if more not in real.read():  # behind it is what the other wrote in a step that is done again
                 real.write(more)
         return
     beside = f"{name}.ft-{secrets.token_hex(4)}"  # others' processes may have this one's number

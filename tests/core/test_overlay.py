@@ -273,6 +273,25 @@ def test_what_may_have_been_done_before_is_done_once(tmp_path: Path, done: int) 
     }
 
 
+def test_a_line_is_not_added_again_where_the_other_was_a_step_further(tmp_path: Path) -> None:
+    """The other's line of the step that is done again is behind it."""
+    (tmp_path / "rows").write_text("step 1\nstep 2\nstep 3\n")
+    run(
+        tmp_path,
+        """
+        begin()
+        def add(line):
+            with open("rows", "a") as file: file.write(line)
+        overlay.passes()
+        add("step 1\\n")
+        overlay.arrives()
+        add("step 2\\n")
+        overlay.end()
+        """,
+    )
+    assert (tmp_path / "rows").read_text() == "step 1\nstep 2\nstep 3\n"
+
+
 def test_nobody_waits_again_but_for_what_is_looked_at_again_and_again(tmp_path: Path) -> None:
     text = """
         import threading, time
