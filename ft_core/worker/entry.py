@@ -24,6 +24,7 @@ from ft_core.protocol.channel import Channel
 from ft_core.protocol.messages import TO_WORKER, Fault, ScriptFailed
 from ft_core.settings import Command
 from ft_core.worker import (
+    build_locks,
     cuda_fork,
     device_memory,
     faults,
@@ -142,6 +143,7 @@ def _play(
     watch = unprotected.install(session)
     first_use.install(session)
     marks.install()
+    build_locks.install(session.overlay.real)
     cuda_fork.check()
     for install in plugins.load(plugins.HOOKS):
         install()
