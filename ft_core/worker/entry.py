@@ -36,6 +36,7 @@ from ft_core.worker import (
     tracking,
     unprotected,
 )
+from ft_core.worker.data_waits import data_waits
 from ft_core.worker.logs import played, redirect, take_over
 from ft_core.worker.ordinary import exit_code
 from ft_core.worker.recovery import Ahead
@@ -142,6 +143,7 @@ def _play(
     watch = unprotected.install(session)
     first_use.install(session)
     marks.install()
+    data_waits.install()
     cuda_fork.check()
     for install in plugins.load(plugins.HOOKS):
         install()

@@ -14,6 +14,7 @@ from enum import Enum, auto
 
 from msgspec.structs import replace
 
+from ft_core.control.liveness.stragglers import Finding
 from ft_core.errors import FAILED
 from ft_core.protocol.messages import DEVICE_FAULTS, FailureRecord, Fault, Suspect, WorkerLost
 
@@ -73,6 +74,7 @@ RULES: dict[Fault, tuple[Retry, Counts]] = {
     Fault.DEVICE_WARNING: (Retry.YES, Counts.YES),
     Fault.DEVICE_FAULTY: (Retry.YES, Counts.NO),
     Fault.DEVICE_CONDEMNED: (Retry.YES, Counts.OUT),
+    Fault.SLOW: (Retry.YES, Counts.OUT),
 }
 """What each leads to, while the job trains. Before it does, an exception of the script's ends it."""
 
@@ -85,8 +87,10 @@ _NOT_AGAIN = {
 }
 
 
-FINDINGS = frozenset({Fault.DEVICE_WARNING, Fault.DEVICE_FAULTY, Fault.DEVICE_CONDEMNED})
-"""What devices report, though nothing has failed."""
+FINDINGS = frozenset({Fault.DEVICE_WARNING, Fault.DEVICE_FAULTY, Fault.DEVICE_CONDEMNED, Fault.SLOW})
+"""What is found, though nothing has failed."""
+SLOW_AGAIN = 3600.0
+"""Seconds after which a machine, or a role, may be moved once more since it is slow."""
 APART = 30.0
 """Seconds between two of them, at least, from one device and of the same."""
 
@@ -188,6 +192,13 @@ class Strikes:
         known = [s for _, s in self._current(now) if s.fault in DEVICE_FAULTS and s.device >= 0]
         return {(s.place, s.device) for s in known if not self._follows(s)}
 
+    def moved_as_slow(self, where: str, role: int, now: float) -> str:
+        """The place that was taken out of late as a role there was slow: this one, or another one that this
+        role was on. Empty: none was."""
+        since = now - max(self.seconds, SLOW_AGAIN)
+        known = [s for at, s in self._all if s.fault is Fault.SLOW and at >= since]
+        return next((s.place for s in reversed(known) if s.place == where or s.role == role), "")
+
     def places(self) -> set[str]:
         """All of which something is known."""
         return {strike.place for _, strike in self._all}
@@ -238,6 +249,12 @@ def of_link(node: str, said: Suspect) -> FailureRecord:
 def of_corruption(node: str, device: int, role: int, pid: int, step: int) -> FailureRecord:
     """State that was computed wrongly, in the version `step`."""
     return FailureRecord(place(node), device, role, pid, step, Fault.CORRUPTION, "", age=0.0)
+
+
+def of_slow(found: Finding) -> FailureRecord:
+    """A node that is taken out since a role there is slow."""
+    about = found.role, found.pid, -1, Fault.SLOW, f"slow: {found.part}"
+    return FailureRecord(place(found.node), -1, *about, age=0.0)
 
 
 def of_node(node: str, agent: int, fault: Fault) -> FailureRecord:
