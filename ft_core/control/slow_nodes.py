@@ -82,6 +82,7 @@ class SlowNodes:
             objection = self._objection(found, node)
             if not objection:
                 self._recovery.strike(strikes.of_slow(found), node.hello.domain)
+                self._recovery.tell_of_strikes()  # first: whoever takes over knows that it was done
                 self._changeovers.slow(node, found.words)
                 return
             if self._told.get(found.role) != objection:

@@ -134,6 +134,12 @@ def test_what_all_do_for_longer_names_nobody() -> None:
     assert training.steps(300, lambda _role, _step: (1.5, 0.0)) == []
 
 
+def test_who_stays_as_fast_as_it_was_is_not_slow_as_others_are_faster() -> None:
+    training = Training(1, 1.0, groups=1, stages=2)
+    training.steps(100, lambda role, _: (1.5 if role == 0 else 1.0, 0.0))
+    assert training.steps(300) == []
+
+
 def test_of_short_steps_a_little_is_nothing() -> None:
     training = Training(1, 0.02)
     assert training.steps(2_000, lambda role, _: (1.8 if role == 1 else 1.0, 0.0)) == []

@@ -21,6 +21,7 @@ from .schedules import (
     READY,
     RELAYS,
     SICK,
+    SLOWS,
     VERIFIES,
     simulate,
 )
@@ -200,6 +201,7 @@ STARTS = {
     "nodes that are drained": (DRAINS, RELAYS + DRAINS, -DRAINS - FEW),
     "nodes that are about to go": (DRAINS + NOTICED, RELAYS + DRAINS + NOTICED, -DRAINS - NOTICED - FEW),
     "devices that fail": (DRAINS + SICK, RELAYS + DRAINS + SICK, -DRAINS - SICK - FEW),
+    "roles that are slow": (DRAINS + SLOWS, RELAYS + DRAINS + SLOWS, -DRAINS - SLOWS - FEW),
     "standbys that start roles ahead of need": (READY, DRAINS + READY, RELAYS + READY, -READY - FEW),
     "the rest is derived": (DERIVES, DRAINS + READY + DERIVES, RELAYS + DERIVES, -DERIVES - FEW),
     "roles begin anew": (LADDER, -LADDER - FEW),
@@ -262,7 +264,7 @@ def test_a_mutation_is_found(name: str) -> None:
 
 @pytest.mark.parametrize("name", DRAINED)
 def test_a_mutation_of_what_keeps_a_drain_from_costing_anything_is_found(name: str) -> None:
-    starts = DRAINS + SICK, DRAINS + NOTICED, DRAINS
+    starts = DRAINS + SLOWS, DRAINS + SICK, DRAINS + NOTICED, DRAINS
     rounds = (
         range(start + many, start + many + FEW) for many in range(0, 5 * SCHEDULES, FEW) for start in starts
     )

@@ -105,7 +105,8 @@ class Stragglers:
         self._next = float("-inf")
         """When another may begin."""
         self._growth, self._ratios = 1.0, list[float]()
-        """What all roles together take, by what they took at first; and of each, in this round."""
+        """What all roles together take, by what they took at first, if it is more; and of each, in this
+        round."""
 
     @property
     def standing_out(self) -> list[Finding]:
@@ -126,7 +127,7 @@ class Stragglers:
             self._round.extend(alike)
             self._next = now + EVERY
             if self._ratios:
-                self._growth, self._ratios = statistics.median_low(self._ratios), []
+                self._growth, self._ratios = max(1.0, statistics.median_low(self._ratios)), []
             for role in self._roles.keys() - places.keys():
                 news += self._ends(role, "it is away")
         looked = 0

@@ -119,7 +119,7 @@ class Strikes:
         """Whether it is news: a controller that was restarted is told again."""
         if self.knows(strike, now):
             return False
-        kept = sorted([*self._current(now), (now - strike.age, strike)], key=lambda kept: kept[0])
+        kept = sorted([*self._kept(now), (now - strike.age, strike)], key=lambda kept: kept[0])
         beyond = [each for each in kept if RULES[each[1].fault][1] is not Counts.OUT][
             : max(0, len(kept) - _KEPT)
         ]
@@ -143,7 +143,7 @@ class Strikes:
 
     def value(self, now: float) -> list[FailureRecord]:
         """For a successor."""
-        return [replace(strike, age=max(0.0, now - at)) for at, strike in self._current(now)]
+        return [replace(strike, age=max(0.0, now - at)) for at, strike in self._kept(now)]
 
     def against(self, where: str, now: float) -> list[FailureRecord]:
         """What counts against a place. What has followed its role to another one, in the same step, does not.
@@ -195,8 +195,7 @@ class Strikes:
     def moved_as_slow(self, where: str, role: int, now: float) -> str:
         """The place that was taken out of late as a role there was slow: this one, or another one that this
         role was on. Empty: none was."""
-        since = now - max(self.seconds, SLOW_AGAIN)
-        known = [s for at, s in self._all if s.fault is Fault.SLOW and at >= since]
+        known = [s for at, s in self._kept(now) if s.fault is Fault.SLOW]
         return next((s.place for s in reversed(known) if s.place == where or s.role == role), "")
 
     def places(self) -> set[str]:
@@ -226,6 +225,13 @@ class Strikes:
         if strike.role < 0 or strike.step < 0:
             return False
         return len(self.everywhere(strike.role, strike.step)) > 1
+
+    def _kept(self, now: float) -> list[tuple[float, FailureRecord]]:
+        """Those that count, and those that say who is not moved once more."""
+        longer = max(self.seconds, SLOW_AGAIN)
+        return [
+            (at, s) for at, s in self._all if now - at <= (longer if s.fault is Fault.SLOW else self.seconds)
+        ]
 
     def _current(self, now: float) -> list[tuple[float, FailureRecord]]:
         return [(at, strike) for at, strike in self._all if now - at <= self.seconds]
