@@ -90,7 +90,7 @@ class SlowNodes:
                 out.record("not_drained", objection, [found.role], None, node=node.name)
 
     def _objection(self, found: Finding, node: Node) -> str:
-        """Why the node stays, if so."""
+        """Why the node stays, if so."""  # INV-26 (slow)
         cluster, now = self._cluster, self._out.now
         if before := cluster.strikes.moved_as_slow(strikes.place(node.name), found.role, now):
             return (

@@ -177,6 +177,7 @@ FOUND_BY = {
     "a_drained_node_is_used_again": 500000040,
     "a_notice_is_heard_once": 590000077,
     "a_device_that_has_failed_is_like_any_other": 585000040,
+    "who_was_moved_is_forgotten": 581000022,
     "who_is_drained_is_forgotten_by_a_new_controller": 500000219,
     "a_standby_is_ready_for_ever": 250007809,
     "what_a_standby_has_from_records_is_done": 250000106,
