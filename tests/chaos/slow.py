@@ -15,7 +15,7 @@ import torch
 from whereabouts import node
 
 REST, MORE = 0.2, 0.04
-"""Seconds that a role computes, and that a slow one takes besides: resting, whatever else the machine does."""
+"""Seconds that a role computes, and that a slow one takes besides: it sleeps, whatever else runs here."""
 SLOW, AWAITED = "FT_TESTS_SLOW", "FT_TESTS_AWAITED"
 """Environment variables: each names a file. One has a node and `compute` or `data`, one is there once the end
 is waited for."""

@@ -26,17 +26,17 @@ STANDS_OUT = 1.15
 NOTICED = 0.02
 """Seconds that it must be besides: of short steps a little is much."""
 LOOKS = 15
-"""Of the newest so many,"""
+"""The newest ones of each role, which count."""
 OFTEN = 12
-"""a role is named if it stands out in so many of them,"""
+"""A role is named if it stands out in so many of them."""
 SELDOM = 3
-"""and is not any more if it does in so many."""
+"""One that is named is so no more if it does in at most so many."""
 EVERY = 1.0
 """Seconds between two looks at a role, which are of different steps as well."""
 AT_ONCE = 1024
 """Roles that are looked at before somebody else has a turn."""
 MOST = 16
-"""Of those that stand out, the slowest, which are shown."""
+"""That are shown of those who stand out, the slowest."""
 
 Part = Literal["compute", "data"]
 Beats = Mapping[int, RoleBeat]
@@ -84,9 +84,9 @@ class _Role:
     node: NodeName
     pid: int
     step: int = -1
-    """Of the newest look."""
+    """Done when it was looked at last."""
     slow: deque[Part | None] = field(default_factory=lambda: deque(maxlen=LOOKS))
-    """Of the newest looks, which part stood out, if one did."""
+    """For each of the newest looks, which part stood out, if one did."""
     past: list[tuple[float, float]] = field(default_factory=list)
     """What it computed, and waited for data, at first: then the medians of that alone."""
     settled: bool = False
