@@ -124,7 +124,9 @@ class Stragglers:
         roles that do the same. `places`: role -> node, and `heard`: what a node has said of its own."""
         news: list[Finding | Over] = []
         if not self._round and now >= self._next:
-            self._round.extend(alike)
+            for roles in alike:  # of more than that, some are enough to be compared with
+                parts = -(-len(roles) // AT_ONCE)
+                self._round.extend(roles[part::parts] for part in range(parts))
             self._next = now + EVERY
             if self._ratios:
                 self._growth, self._ratios = max(1.0, statistics.median_low(self._ratios)), []
