@@ -62,3 +62,7 @@ MADE = {
     "data": declare("torch.utils.data:DataLoader.__init__", _MARKED),
 }
 """By what it is."""
+NEXT_BATCH = declare(
+    "torch.utils.data.dataloader:_BaseDataLoaderIter.__next__",
+    "it is measured how long a step waits for data",
+)

@@ -35,6 +35,7 @@ _WRITTEN = 2.0
 """Seconds in which another process writes the secret into the file that it has made for it."""
 POLICIES = ("wait", "shrink", "stop")
 SNAPSHOTS = ("lean", "full")
+STRAGGLERS = ("off", "report", "replace")
 AUTO = -1
 """A number that is found out where it is needed."""
 MOST_STEPS = 1000
@@ -118,6 +119,9 @@ class Settings:
     verify: bool = False
     """Whether what several roles hold alike is compared, version by version (`--ft-verify`): see
     `control.decide.comparison`."""
+    straggler: str = "report"
+    """What is done about roles that are slow (`--ft-straggler`): nothing (`off`), they are named (`report`),
+    or their nodes are taken out as well (`replace`)."""
     heartbeat: float = 0.5
     """Between two words of an agent to the controller."""
     heartbeats_missed: int = 20
@@ -277,6 +281,8 @@ class Settings:
             )
         if self.snapshot not in SNAPSHOTS:
             raise ConfigError(f"{name['snapshot']} {self.snapshot!r}: give {' or '.join(SNAPSHOTS)}")
+        if self.straggler not in STRAGGLERS:
+            raise ConfigError(f"--ft-straggler {self.straggler!r}: give {', '.join(STRAGGLERS)}")
         if self.durable_interval < 0:
             raise ConfigError(f"{name['durable_interval']} {self.durable_interval} must be positive")
         if self.durable_interval and not self.durable_dir:

@@ -30,7 +30,7 @@ from ft_core.node.notices import which
 from ft_core.process import inject
 from ft_core.process.lines import FORMATS
 from ft_core.protocol.sockets import split_address
-from ft_core.settings import AUTO, POLICIES, SNAPSHOTS, Command, Settings
+from ft_core.settings import AUTO, POLICIES, SNAPSHOTS, STRAGGLERS, Command, Settings
 
 _DEFAULT_HOST, _DEFAULT_PORT = "127.0.0.1", 29400
 _TORCHRUN = "as torchrun's"
@@ -238,6 +238,14 @@ def parser() -> Parser:
         action="store_true",
         help="compare the checksums of what several roles hold alike, for each version before the one before "
         "it is given up: where they differ, all do that step again, from where they were alike",
+    )
+    f.add_argument(
+        "--ft-straggler",
+        choices=STRAGGLERS,
+        default=Settings.straggler,
+        help="a role that computes, or waits for its data, for longer than its like in other replica groups: "
+        "report (the default) names it; replace takes its node out as well, between two steps, if there is "
+        "room on another one; off does not look",
     )
     f.add_argument(
         "--ft-domain",
@@ -482,6 +490,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         log_format=args.ft_log_format,
         inject=args.ft_inject,
         verify=args.ft_verify,
+        straggler=args.ft_straggler,
         max_restarts=args.max_restarts,
         direct=args.ft_direct_nodes,
         interfaces=interfaces.parse(args.ft_interface),

@@ -55,6 +55,7 @@ from ft_core.control.phases import Done, Forming, Phase, Rebuilding, Running, Sa
 from ft_core.control.recovery import RecoveryCoordinator
 from ft_core.control.reports import Reports
 from ft_core.control.script_settings import ScriptSettings
+from ft_core.control.slow_nodes import SlowNodes
 from ft_core.control.succession import Succession
 from ft_core.control.termination import Termination
 from ft_core.control.view import JobView
@@ -103,6 +104,7 @@ class Controller:
         self._changeovers = Changeovers(self._recovery)
         self._devices = DeviceFindings(self._recovery, self._changeovers)
         self._commands = OperatorCommands(self._recovery, self._changeovers)
+        self._slow = SlowNodes(self._recovery, self._changeovers)
         self._reports = Reports(self._recovery, self._hangs, self._changeovers)
         self._succession = Succession(self._recovery, self._reports)
         self._worker_failures = WorkerFailures(self._recovery)
@@ -144,7 +146,7 @@ class Controller:
         if not self._began:
             (spent, ago), self._began = self._spent, True
             self._observer = Observer(Account(wall, spent, ago), wall)
-            self.view = JobView(self._recovery, self._hangs, self._observer, self._pid)
+            self.view = JobView(self._recovery, self._hangs, self._slow, self._observer, self._pid)
             if spent is None:
                 settings = self.cluster.settings
                 about = f"{settings.nnodes} nodes of {settings.nproc_per_node} workers"
@@ -452,6 +454,7 @@ class Controller:
             self._reports.ask_about_script_end()
         self._hang_response.check()
         self._corruption.check()
+        self._slow.tick()
         self._changeovers.follow_notices()
         if not self.busy:
             self.cluster.records.prepare(AT_ONCE)

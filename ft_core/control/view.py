@@ -13,14 +13,23 @@ from ft_core.control.observe.observer import Observer
 from ft_core.control.observe.overview import Overview, overview
 from ft_core.control.phases import Done, Forming
 from ft_core.control.recovery import RecoveryCoordinator
-from ft_core.protocol.messages import JobStatus
+from ft_core.control.slow_nodes import SlowNodes
+from ft_core.protocol.messages import NAMED, JobStatus, SlowRole
 
 
 class JobView:
     """What one controller shows."""
 
-    def __init__(self, recovery: RecoveryCoordinator, hangs: Detector, observer: Observer, pid: int) -> None:
+    def __init__(
+        self,
+        recovery: RecoveryCoordinator,
+        hangs: Detector,
+        slow: SlowNodes,
+        observer: Observer,
+        pid: int,
+    ) -> None:
         """`observer`: of the job. `pid`: of the controller's process."""
+        self._slow = slow
         self._recovery, self._hangs, self._observer, self._pid = recovery, hangs, observer, pid
         self._cluster, self._out = recovery.cluster, recovery.out
         self._counted = risk.Last()
@@ -69,6 +78,7 @@ class JobView:
             standing=self.standing(wall),
             unprotected=self._recovery.protection.lacking,
             every=cluster.period,
+            stragglers=tuple(self._slow.stragglers.standing_out),
         )
 
     def overview(self, wall: float, since_1970: float) -> Overview:
@@ -94,4 +104,8 @@ class JobView:
             seconds={str(cause): s for cause, s in self.account.until(wall).items() if s},
             complaint=self.standing(wall).complaint,
             unprotected=recovery.protection.lacking,
+            slow=[
+                SlowRole(found.role, found.node, found.part, found.score)
+                for found in list(self._slow.stragglers.found.values())[:NAMED]
+            ],
         )

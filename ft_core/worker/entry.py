@@ -37,6 +37,7 @@ from ft_core.worker import (
     tracking,
     unprotected,
 )
+from ft_core.worker.data_waits import data_waits
 from ft_core.worker.logs import played, redirect, take_over
 from ft_core.worker.ordinary import exit_code
 from ft_core.worker.recovery import Ahead
@@ -144,6 +145,7 @@ def _play(
     first_use.install(session)
     marks.install()
     build_locks.install(session.overlay.real)
+    data_waits.install()
     cuda_fork.check()
     for install in plugins.load(plugins.HOOKS):
         install()

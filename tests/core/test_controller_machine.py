@@ -141,7 +141,7 @@ class Agent:
         """How often others were asked about it."""
         self.step_now = 1
         """Of its roles, as its beats say."""
-        self.own_s = 0.0
+        self.own_s = self.data_s = 0.0
         self.loss: float | None = None
         self.xids: dict[int, int] = {}
         self.layouts: dict[int, RoleLayout] = {}
@@ -211,7 +211,7 @@ class Agent:
 
     def beat(self) -> list[Effect]:
         sent = {"h2h_bytes": 0, "h2h_snapshots": 0, "own_s": self.own_s, "loss": self.loss}
-        sent |= {"waited_s": self.waited, "copy_s": self.copying}
+        sent |= {"waited_s": self.waited, "copy_s": self.copying, "data_s": self.data_s}
         beat = {"tag": 1, "committed": self.committed, "step_s": 0.1, **sent}
         roles = {
             role: RoleBeat(pid=pid, step=self.step_now, held=self.versions.get(role, []), **beat)

@@ -135,6 +135,7 @@ class Errors:
         used = set(cluster.current_plan.roles.values()) | self.job.drained
         spare = [n for n in cluster.nodes.values() if n.name not in used and n.idle > 0]
         others = [node.name for node in spare if self._against(_machine(node.name), 2 * _SLACK) == 0]
+        others = [name for name in others if _machine(name) not in self.job.slow.taken_out]
         lost = Counter(before[role] for role in moved if role in before)
         for role, name in moved.items():
             home = before.get(role, "")
@@ -149,7 +150,7 @@ class Errors:
                 )
             if role in before:
                 self._on_a_sound_device(controller, role, name, others)
-            if _machine(home) in self.sick:
+            if _machine(home) in self.sick | self.job.slow.taken_out:
                 continue  # others are better
             if self.job.shape.policy != "wait" or home == name or home not in cluster.nodes:
                 continue

@@ -349,6 +349,13 @@ def sicken(job: SimJob, rng: Random) -> None:
             job.world.at(rng.choice((0.0, 0.3, 3.0)), lambda: node.reports(xid, device))
 
 
+def slow_down(job: SimJob, rng: Random) -> None:
+    """A machine is slow, or a role wherever it is; for a while, or for good."""
+    node, role = some(job, rng), rng.randrange(job.training.roles)
+    if node is not None:
+        job.slow.begin(rng, role if rng.random() < 0.3 else node.machine_name)
+
+
 def flip(job: SimJob, rng: Random) -> None:
     """A bit of a role's state flips, once it has made one of its next versions."""
     if not job.flipped:
@@ -585,9 +592,15 @@ def schedule(job: SimJob, rng: Random) -> float:
     elif job.shape.sick:
         faults = faults | {sicken: sum(faults.values()) // 2, join: 4}
         moments = (*MOMENTS, "DeviceFinding", "KeepStrikes", "Drain", "Prepare")
+    elif job.shape.slows:
+        faults = faults | {slow_down: sum(faults.values()), join: 4}
+        moments = (*MOMENTS, "KeepStrikes", "Drain", "Prepare", "SendHeartbeat")
     elif job.shape.drains:
         faults = faults | {drain: sum(faults.values()) // 2, join: 4}
         moments = (*MOMENTS, "Drain", "Prepare", "SendHeartbeat", "NodesChanged")
+    if job.shape.slows:  # one is, before anything else is wrong, and perhaps until it is moved
+        job.world.at(at, lambda: slow_down(job, rng))
+        at += rng.choice((1.0, 16.0, 18.0, 30.0))
     for _ in range(count):
         fault = rng.choices(list(faults), list(faults.values()))[0]
 

@@ -43,6 +43,11 @@ class Invariant(Enum):
     DRAINS = 23, "a drain moves roles between two steps, to nodes that stay, does no step again, and ends"
     PHASES = 24, "a machine goes from phase to phase as its table says: it raises by itself"
     SAVED = 25, "a job that ends leaves the newest version that its nodes hold on storage, or says why not"
+    SLOW = (
+        26,
+        "who is slow is named, and nobody else; its node is taken out where there is a better one, and no "
+        "machine and no role moves for that twice in an hour",
+    )
 
     @property
     def number(self) -> str:

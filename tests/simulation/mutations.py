@@ -465,6 +465,11 @@ def a_device_that_has_failed_is_like_any_other() -> None:
     ClusterState.faulted = lambda self, now: {}  # type: ignore[method-assign]
 
 
+def who_was_moved_is_forgotten() -> None:
+    """A role that is slow wherever it is goes from node to node."""
+    Strikes.moved_as_slow = lambda self, where, role, now: ""  # type: ignore[method-assign]
+
+
 def who_is_drained_is_forgotten_by_a_new_controller() -> None:
     """Nobody tells it."""
     Draining.greeted = lambda self, cluster, node, known: []  # type: ignore[method-assign]
@@ -575,6 +580,7 @@ DRAINED: dict[str, Callable[[], None]] = {
         roles_move_at_any_time,
         a_notice_is_heard_once,
         a_device_that_has_failed_is_like_any_other,
+        who_was_moved_is_forgotten,
         who_is_drained_is_forgotten_by_a_new_controller,
     )
 }

@@ -653,7 +653,7 @@ class SimNode(Process):
     def words(self, worker: int) -> Words:
         words = self.workers[worker].words
         step, waited = (words.step_ns / 1e9, words.waited_ns / 1e9) if self.job.shape.slow else (0.1, 0.0)
-        return Words(words.version, words.tag, step, waited)
+        return Words(words.version, words.tag, step, waited, *self.job.slow.parts(self, worker))
 
     def roles(self, adopted: bool) -> Collection[int]:
         return self.store.adopted if adopted else self.store.roles

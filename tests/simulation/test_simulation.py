@@ -21,6 +21,7 @@ from .schedules import (
     READY,
     RELAYS,
     SICK,
+    SLOWS,
     VERIFIES,
     simulate,
 )
@@ -177,6 +178,7 @@ FOUND_BY = {
     "a_drained_node_is_used_again": 500000040,
     "a_notice_is_heard_once": 590000077,
     "a_device_that_has_failed_is_like_any_other": 585000040,
+    "who_was_moved_is_forgotten": 581000022,
     "who_is_drained_is_forgotten_by_a_new_controller": 500000219,
     "a_standby_is_ready_for_ever": 250007809,
     "what_a_standby_has_from_records_is_done": 250000106,
@@ -201,6 +203,7 @@ STARTS = {
     "nodes that are drained": (DRAINS, RELAYS + DRAINS, -DRAINS - FEW),
     "nodes that are about to go": (DRAINS + NOTICED, RELAYS + DRAINS + NOTICED, -DRAINS - NOTICED - FEW),
     "devices that fail": (DRAINS + SICK, RELAYS + DRAINS + SICK, -DRAINS - SICK - FEW),
+    "roles that are slow": (DRAINS + SLOWS, RELAYS + DRAINS + SLOWS, -DRAINS - SLOWS - FEW),
     "standbys that start roles ahead of need": (READY, DRAINS + READY, RELAYS + READY, -READY - FEW),
     "the rest is derived": (DERIVES, DRAINS + READY + DERIVES, RELAYS + DERIVES, -DERIVES - FEW),
     "roles begin anew": (LADDER, -LADDER - FEW),
@@ -263,7 +266,7 @@ def test_a_mutation_is_found(name: str) -> None:
 
 @pytest.mark.parametrize("name", DRAINED)
 def test_a_mutation_of_what_keeps_a_drain_from_costing_anything_is_found(name: str) -> None:
-    starts = DRAINS + SICK, DRAINS + NOTICED, DRAINS
+    starts = DRAINS + SLOWS, DRAINS + SICK, DRAINS + NOTICED, DRAINS
     rounds = (
         range(start + many, start + many + FEW) for many in range(0, 5 * SCHEDULES, FEW) for start in starts
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from ft_core.control.decide import compact, role_placement
 from ft_core.elastic.rules import AHEAD, Membership, Start
@@ -40,6 +40,8 @@ class Groups:
         """Role -> group in the form that plans have it, once it was asked for."""
         self._by_group: dict[int, list[int]] | None = None
         """Group -> its roles, once it was asked for."""
+        self._alike: list[tuple[int, ...]] | None = None
+        """Roles in the same place of their groups, once they were asked for."""
         self.redundancy = Redundancy.SHARDED
         self.membership = Membership(0)
         self.withdrawn: set[int] = set()
@@ -48,7 +50,7 @@ class Groups:
     def register(self, role: int, group: ReplicaGroup) -> None:
         """A role says which group it belongs to."""
         if self._of.get(role) != group.index:
-            self._of[role], self._compact, self._by_group = group.index, None, None
+            self._of[role], self._compact, self._by_group, self._alike = group.index, None, None, None
         self.redundancy = group.redundancy
         if not self.membership.groups:
             self.membership = self._start.membership(group.groups)
@@ -64,6 +66,7 @@ class Groups:
     def restore(self, found: ReplicaGroups) -> None:
         """Take over what `value` of a former controller has said."""
         self._of, self._compact, self._by_group = compact.group_of(found.of), found.of, None
+        self._alike = None
         self.redundancy = found.redundancy
         self.membership = Membership.of(found.membership)
 
@@ -96,6 +99,15 @@ class Groups:
             for role, group in sorted(self._of.items()):
                 self._by_group.setdefault(group, []).append(role)
         return self._by_group
+
+    def alike(self) -> Sequence[Sequence[int]]:
+        """The roles in the same place of each group, by place; empty while that is not known."""
+        if not self.known:
+            return ()
+        if self._alike is None:
+            members = self._members()
+            self._alike = list(zip(*(members[group] for group in sorted(members)), strict=False))
+        return self._alike
 
     def changed(self, version: int | None, roles: Collection[int]) -> None:
         """An epoch starts from `version` with `roles`."""

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from ft_core.control.liveness.stragglers import Finding
 from ft_core.errors import FAILED
 from ft_core.protocol.domains import place
 from ft_core.protocol.messages import DEVICE_FAULTS, FailureRecord, Fault, Suspect, WorkerLost
@@ -75,6 +76,7 @@ RULES: dict[Fault, tuple[Retry, Counts]] = {
     Fault.DEVICE_WARNING: (Retry.YES, Counts.YES),
     Fault.DEVICE_FAULTY: (Retry.YES, Counts.NO),
     Fault.DEVICE_CONDEMNED: (Retry.YES, Counts.OUT),
+    Fault.SLOW: (Retry.YES, Counts.OUT),
 }
 """What each class of failure leads to, while the job trains. Before it does, an exception of the script's
 ends it."""
@@ -88,8 +90,10 @@ _NOT_AGAIN = {
 }
 
 
-FINDINGS = frozenset({Fault.DEVICE_WARNING, Fault.DEVICE_FAULTY, Fault.DEVICE_CONDEMNED})
-"""What devices report, though nothing has failed."""
+FINDINGS = frozenset({Fault.DEVICE_WARNING, Fault.DEVICE_FAULTY, Fault.DEVICE_CONDEMNED, Fault.SLOW})
+"""What is found, though nothing has failed."""
+SLOW_AGAIN = 3600.0
+"""Seconds after which a machine, or a role, may be moved once more since it is slow."""
 APART = 30.0
 """Seconds between two findings, at least, from one device and of the same kind."""
 
@@ -120,7 +124,7 @@ class Strikes:
         """Add a failure. Returns whether it is news: a controller that was restarted is told again."""
         if self.knows(strike, now):
             return False
-        kept = sorted([*self._current(now), (now - strike.age, strike)], key=lambda kept: kept[0])
+        kept = sorted([*self._kept(now), (now - strike.age, strike)], key=lambda kept: kept[0])
         beyond = [each for each in kept if RULES[each[1].fault][1] is not Counts.OUT][
             : max(0, len(kept) - _KEPT)
         ]
@@ -145,7 +149,7 @@ class Strikes:
 
     def value(self, now: float) -> list[FailureRecord]:
         """What a successor of the controller needs to know of failures."""
-        return [replace(strike, age=max(0.0, now - at)) for at, strike in self._current(now)]
+        return [replace(strike, age=max(0.0, now - at)) for at, strike in self._kept(now)]
 
     def against(self, where: str, now: float) -> list[FailureRecord]:
         """What counts against a place. What has followed its role to another one, in the same step, does not.
@@ -194,6 +198,12 @@ class Strikes:
         known = [s for _, s in self._current(now) if s.fault in DEVICE_FAULTS and s.device >= 0]
         return {Device(s.place, s.device) for s in known if not self._follows(s)}
 
+    def moved_as_slow(self, where: str, role: int, now: float) -> str:
+        """The place that was taken out of late as a role there was slow: this one, or another one that this
+        role was on. Empty: none was."""
+        known = [s for at, s in self._kept(now) if s.fault is Fault.SLOW]
+        return next((s.place for s in reversed(known) if s.place == where or s.role == role), "")
+
     def places(self) -> set[str]:
         """Places of which something is known."""
         return {strike.place for _, strike in self._all}
@@ -221,6 +231,13 @@ class Strikes:
         if strike.role < 0 or strike.step < 0:
             return False
         return len(self.everywhere(strike.role, strike.step)) > 1
+
+    def _kept(self, now: float) -> list[tuple[float, FailureRecord]]:
+        """Those that count, and those that say who is not moved once more."""
+        longer = max(self.seconds, SLOW_AGAIN)
+        return [
+            (at, s) for at, s in self._all if now - at <= (longer if s.fault is Fault.SLOW else self.seconds)
+        ]
 
     def _current(self, now: float) -> list[tuple[float, FailureRecord]]:
         return [(at, strike) for at, strike in self._all if now - at <= self.seconds]
@@ -251,6 +268,12 @@ def of_link(node: str, said: Suspect) -> FailureRecord:
 def of_corruption(node: str, device: int, role: int, pid: int, step: int) -> FailureRecord:
     """State that was computed wrongly, in the version `step`."""
     return _record(node, Fault.CORRUPTION, device=device, role=role, pid=pid, step=step)
+
+
+def of_slow(found: Finding) -> FailureRecord:
+    """A node that is taken out since a role there is slow."""
+    signature = f"slow: {found.part}"
+    return replace(_record(found.node, Fault.SLOW, pid=found.pid, role=found.role), signature=signature)
 
 
 def of_node(node: str, agent: int, fault: Fault) -> FailureRecord:

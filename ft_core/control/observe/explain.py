@@ -47,6 +47,8 @@ def avoided(place: str, strikes: int, last: FailureRecord, settings: Settings) -
     why = f"has failed {strikes} times within {settings.strike_minutes:g} min"
     if last.fault is Fault.DEVICE_CONDEMNED:
         why = f"has a device{f' ({last.device})' * (last.device >= 0)} to be repaired, {last.signature}"
+    if last.fault is Fault.SLOW:
+        why = f"is taken out, as role {last.role} was slow there"
     return (
         f"node {place} {why}: it is not used "
         f"while there is another. Look at it (ftctl nodes), then: ftctl nodes forgive {place}"

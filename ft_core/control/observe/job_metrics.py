@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ft_core.control.decide.risk import ClusterHoldings
+from ft_core.control.liveness.stragglers import Finding
 from ft_core.control.liveness.strikes import Device
 from ft_core.control.observe.goodput import Standing
 from ft_core.protocol.goodput import Cause
@@ -175,6 +176,8 @@ class Numbers:
     """Why the job is not protected, if so."""
     every: int
     """Steps from a protected version to the next."""
+    stragglers: tuple[Finding, ...] = ()
+    """Roles whose own part of a step takes longer than that of their like, the slowest first."""
 
 
 def counted(durations: Durations) -> tuple[list[int], float]:

@@ -17,7 +17,6 @@ from prometheus_client.core import (
 from prometheus_client.metrics_core import Metric
 
 from ft_core.control.decide.ladder import Rung
-from ft_core.control.liveness import stragglers
 from ft_core.control.observe.job_metrics import SECONDS, Numbers
 from ft_core.control.phases import Done, Forming, Quiescing, Rebuilding, Running, Saving, Waiting
 from ft_core.protocol.exposition import metrics, version
@@ -152,12 +151,12 @@ def families(found: Numbers) -> Iterator[Metric]:
     yield xids
     slow = GaugeMetricFamily(
         "ft_straggler_score",
-        "Of a role whose own part of a step takes notably longer than others', how many times the median.",
-        labels=["role"],
+        "Of a role whose own part of a step takes notably longer than that of its like, how many times as "
+        "long, and what of it: compute, or data.",
+        labels=["role", "part"],
     )
-    nodes = found.held.nodes if found.held is not None else ()
-    for role, score in stragglers.scores([node.roles for node in nodes]).items():
-        slow.add_metric([str(role)], score)
+    for each in found.stragglers:
+        slow.add_metric([str(each.role), each.part], each.score)
     yield slow
     yield GaugeMetricFamily(
         "ft_hang_suspects", "Roles that others wait for longer than usual.", found.suspects

@@ -13,7 +13,6 @@ import msgspec
 
 from ft_core.control.cluster_state import ClusterState
 from ft_core.control.decide.risk import ClusterHoldings, Present, present
-from ft_core.control.liveness import stragglers
 from ft_core.control.observe.job_metrics import Numbers
 from ft_core.protocol.domains import place
 from ft_core.protocol.goodput import Cause
@@ -142,7 +141,7 @@ class Overview:
                 if role in self.suspects
             ][:NAMED],
             "suspected": len(self.suspects),
-            "stragglers": self._stragglers(),
+            "stragglers": [(each.role, each.node, each.score, each.part) for each in numbers.stragglers],
             "below": self.held.below if self.held is not None else None,
             "durable": numbers.durable,
             "redone": numbers.steps_redone,
@@ -154,12 +153,6 @@ class Overview:
             "every": numbers.every,
             "strikes": self.strikes,
         }
-
-    def _stragglers(self) -> list[tuple[int, str, float]]:
-        """Role, node and score."""
-        places = self.held.places if self.held is not None else {}
-        found = stragglers.scores([node.roles for node in self.nodes])
-        return [(role, places[role], score) for role, score in found.items() if role in places]
 
     def has_node(self, name: str) -> bool:
         """Whether the node is there."""

@@ -111,6 +111,16 @@ EVENTS: Mapping[str, Event] = {
             "said": "in the driver's words",
         },
     ),
+    "straggler": Event(
+        "a role (`roles`) is [slow](symptoms.md#ftstraggler) compared with its like, and `reason` says how; "
+        "or is not any more",
+        {
+            **_NODE,
+            "part": "what of its step takes long: `compute`, or `data`, that it waits for them",
+            "score": "times the usual",
+            "over": "whether it is not any more",
+        },
+    ),
     "corruption": Event(
         "with [`--ft-verify`](operations/settings.md#silent-corruption): who held corrupt state (`roles`), "
         "as the step that was done again has shown; without `roles` it has not"

@@ -21,7 +21,16 @@ TOGETHER = 5.0
 """Seconds within which nodes without roles that come, or go, have one line, but for the first."""
 
 _WARNINGS = (
-    *("unprotected", "link", "not_drained", "not_returning", "durable_failed", "ledger", "begins_anew"),
+    *(
+        "unprotected",
+        "link",
+        "straggler",
+        "not_drained",
+        "not_returning",
+        "durable_failed",
+        "ledger",
+        "begins_anew",
+    ),
 )
 """Events that ask for somebody's attention, though nothing has failed."""
 _FAILURES = {"detected", "spare_lost", "waiting", "given_up", "drained"}
@@ -103,6 +112,8 @@ class Story:
             case "device":
                 of = f"device {record.more['device']} of node {node}"
                 return [f"{of if record.more['device'] != -1 else f'node {node}'}: {reason}"]
+            case "straggler":
+                return [reason]
             case "draining":
                 return [f"node {node} is taken out ({reason}){_of(record.roles)}"]
             case "drained":

@@ -112,12 +112,13 @@ class Draining:
             return returning.fail(cluster, "the job was told to end (SIGTERM)")
         return []
 
-    def objection(self, cluster: ClusterState, name: NodeName) -> str:
-        """Why a node cannot be taken out, if so. Those that are drained already go first."""
+    def objection(self, cluster: ClusterState, name: NodeName, unfit: Collection[NodeName] = ()) -> str:
+        """Why a node cannot be taken out, if so. Those that are drained already go first. `unfit`: nodes that
+        none of their roles is to go to."""
         going = [*cluster.draining, name]
         roles = [role for each in going for role in cluster.roles_by_node.get(each, ())]
-        if _room(cluster, going).left < len(roles):
-            return _no_room(cluster, len(roles), going)
+        if _room(cluster, [*going, *unfit]).left < len(roles):
+            return _no_room(cluster, len(roles), [*going, *unfit])
         if not _enough_without(cluster, going):
             left = len({node.hello.domain for other, node in cluster.nodes.items() if other not in going})
             k = cluster.settings.replicas

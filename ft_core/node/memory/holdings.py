@@ -103,6 +103,7 @@ def beats(crew: WorkerTable, view: View) -> dict[m.Role, m.RoleBeat]:
             h2h_bytes=sent,
             h2h_snapshots=snapshots,
             own_s=words.own_s,
+            data_s=words.data_s,
             loss=words.loss,
             ready=ready.get(worker.role, 0),
             passed=words.passed,

@@ -16,7 +16,9 @@ class Words(NamedTuple):
     step_s: float
     waited_s: float
     own_s: float = 0.0
-    """Seconds of a step outside process groups, see `node.workers.own_time`."""
+    """Seconds of a step that it computes, see `node.workers.own_time`."""
+    data_s: float = 0.0
+    """And that it waits for its data."""
     loss: float | None = None
     passed: int = 0
 

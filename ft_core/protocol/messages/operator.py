@@ -122,6 +122,15 @@ class Struck(Value, frozen=True):
     avoided: bool
 
 
+class SlowRole(Value, frozen=True):
+    """A role that is named as slow: by how many times its usual time, and in which part of its step."""
+
+    role: Role
+    node: NodeName
+    part: Annotated[str, Meta(max_length=16)]
+    score: float
+
+
 class JobStatus(Message, frozen=True):
     """Answers `AskStatus`. Lists have the first `NAMED` of what they are about."""
 
@@ -166,6 +175,8 @@ class JobStatus(Message, frozen=True):
     """Why the job does not get on, if so."""
     unprotected: str = ""
     """Why it is not protected, if so."""
+    slow: list[SlowRole] = []
+    """Roles that hold the others up."""
 
 
 class RolesStatus(Message, frozen=True):

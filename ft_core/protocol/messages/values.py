@@ -243,6 +243,8 @@ class Fault(StrEnum):
     """The same, after which others are preferred to it."""
     DEVICE_CONDEMNED = "device_condemned"
     """The same, and it is not to be used again before it is repaired."""
+    SLOW = "slow"
+    """Nothing has failed: a role there took longer for each step than its like, and was moved."""
 
 
 DEVICE_FAULTS = frozenset({Fault.DEVICE, Fault.DEVICE_FAULTY, Fault.DEVICE_CONDEMNED})
@@ -379,8 +381,8 @@ class RoleBeat(Value, frozen=True):
     h2h_bytes: Number
     h2h_snapshots: Number
     own_s: float = 0.0
-    """Seconds of a step that are not spent in operations of process groups; 0: not known. See
-    `node.workers.own_time`."""
+    """Seconds of a step that it computes, and neither is in operations of process groups nor waits for data
+    or copies; 0: not known. See `node.workers.own_time`."""
     loss: float | None = None
     """The loss that the script has told last."""
     ready: Number = 0
@@ -389,3 +391,5 @@ class RoleBeat(Value, frozen=True):
     """Seconds that it took to have its newest version safe, from when it was whole on its own node."""
     passed: Number = 0
     """How much a newcomer's script has passed over that was done before it; see `state.memory.Word`."""
+    data_s: float = 0.0
+    """Seconds of a step that it waits for its data."""
