@@ -20,8 +20,9 @@ from pathlib import Path
 
 from ft_core import patching, plugins
 from ft_core.cli.doctor import job, machine, network, racks, rate, software
-from ft_core.cli.doctor.case import Case, Finding, Level, case
+from ft_core.cli.doctor.case import Case, case
 from ft_core.errors import FtError
+from ft_core.node.admission.findings import Finding, Level
 from ft_core.settings import read_secret
 
 _SIGNS = {Level.OK: "ok  ", Level.WARN: "warn", Level.FAIL: "FAIL"}
