@@ -6,8 +6,9 @@ not come to its end. The agent itself imports no torch, and waits for nothing he
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -94,6 +95,7 @@ def parts(subject: Subject) -> Iterator[Part]:
     for device in range(count):
         yield "speed", lambda device=device: speed.of_gpu(device)  # type: ignore[misc]
     yield HEALTH, lambda: health(subject.devices)
+    yield HEALTH, asked
 
 
 def visible_gpus(devices: int) -> int:
@@ -123,13 +125,19 @@ def of_doctor(finding: Finding) -> NodeCheck:
 
 
 def health(devices: int) -> Iterator[Said]:
-    """What devices, and plugins, say now."""
-    found: list[DeviceFinding] = []
+    """What GPUs say now."""
     library = nvml.opened(gpus.by_bus(devices, os.environ.get("CUDA_VISIBLE_DEVICES")))
-    if library is not None:
-        found += library.look()
+    yield from of_devices(library.look() if library is not None else [])
+
+
+def asked() -> Iterator[Said]:
+    """What links say now, and plugins."""
     for plugin in (Links(), *plugins.load(plugins.HEALTH)):
-        found += Asked(plugin).news()
+        yield from of_devices(Asked(plugin).news())
+
+
+def of_devices(found: Sequence[DeviceFinding]) -> Iterator[Said]:
+    """Reports that are there, and which of them are a reason to keep the node out."""
     yield from found
     verdicts = ((each, device_health.verdict(each)) for each in found)
     bad = [(each, what) for each, (what, action) in verdicts if action not in _HARMLESS]
@@ -180,9 +188,14 @@ def read(path: Path) -> Examination:
     except FileNotFoundError:
         return found
     for text in lines:
-        if text.endswith(b"\n"):
+        with contextlib.suppress(msgspec.DecodeError):  # it was being written, or storage is full
             add(found, msgspec.json.decode(text, type=Line))
     return found
+
+
+def impossible(name: str, why: str) -> Examination:
+    """Nothing could be found out."""
+    return Examination([NodeCheck(name, Soundness.UNKNOWN, "", f"it cannot be made: {why}")])
 
 
 def add(found: Examination, line: Line) -> None:
