@@ -327,8 +327,9 @@ def parser() -> Parser:
         "--ft-preflight",
         choices=PREFLIGHTS,
         default=PREFLIGHT_JOINING,
-        help="which nodes are checked before they are given roles (limits, devices, a computation with a known "
-        "answer): those that join, and spares (default); all, before the first step; or none (off)",
+        help="which nodes are checked before they are given roles (limits, devices, a computation with a "
+        "known answer): those that join, and spares (joining, the default); all, before the first step; or "
+        "none (off)",
     )
     f.add_argument(
         "--ft-on",

@@ -15,8 +15,8 @@ pulled and imports are done at each machine's own pace."""
 
 
 def ranked(cluster: ClusterState, left_out: Collection[str] = ()) -> dict[int, Node]:
-    """The nodes that the job is to begin with, of those that are there, by their ranks. `left_out`: nodes that
-    it does not begin with."""
+    """The nodes that the job is to begin with, of those that are there, by their ranks. `left_out`: those
+    that it does not begin with."""
     wanted = range(cluster.settings.first_nodes)
     nodes = [node for node in cluster.nodes.values() if node.name not in left_out]
     found = {node.hello.node_rank: node for node in nodes if node.hello.node_rank in wanted}

@@ -177,7 +177,11 @@ def main(path: str, subject: Subject) -> None:
     """In a process of its own."""
     oom_score.go_first()
     with open(path, "ab", buffering=0) as file:
-        examine(subject, lambda line: file.write(msgspec.json.encode(line) + b"\n"))
+
+        def tell(line: Line) -> None:
+            file.write(msgspec.json.encode(line) + b"\n")
+
+        examine(subject, tell)
 
 
 def read(path: Path) -> Examination:

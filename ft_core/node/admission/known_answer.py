@@ -83,7 +83,7 @@ def _checksum(result: torch.Tensor) -> str:
     """Of its bits; a zero has no sign."""
     import torch
 
-    return xxh3_64_hexdigest((result + 0.0).contiguous().cpu().view(torch.uint8).numpy())
+    return xxh3_64_hexdigest((result + 0.0).contiguous().cpu().view(torch.uint8).numpy().data)
 
 
 def wrong(problem: Problem, device: str) -> str:
