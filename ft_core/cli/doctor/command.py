@@ -93,7 +93,7 @@ def _network(args: argparse.Namespace) -> int:
 def _node(as_json: bool) -> int:
     import torch
 
-    devices = torch.cuda.device_count() or 1
+    devices = max(1, torch.cuda.device_count())
     found = examination.Examination()
     subject = examination.Subject("127.0.0.1", devices, devices, dict(os.environ))
 

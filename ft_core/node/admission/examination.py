@@ -23,6 +23,7 @@ from ft_core.node.devices.health import Asked
 from ft_core.node.devices.infiniband import Links
 from ft_core.process import oom_score
 from ft_core.protocol.messages import DeviceAction, DeviceFinding, NodeCheck, Soundness, Timing
+from ft_core.worker import cuda_fork
 
 MACHINE: tuple[MachineCheck, ...] = (
     limits.shared_memory,
@@ -99,10 +100,13 @@ def parts(subject: Subject) -> Iterator[Part]:
 
 
 def visible_gpus(devices: int) -> int:
-    """How many GPUs this node's workers use."""
+    """How many GPUs this node's workers use. Raises ConfigError if this process cannot use them."""
     import torch
 
-    return min(torch.cuda.device_count(), devices)
+    from ft_core.process.stream import has_gpu
+
+    cuda_fork.check()
+    return min(torch.cuda.device_count(), devices) if has_gpu() else 0
 
 
 def _machine(subject: Subject, count: int) -> Iterator[NodeCheck]:
@@ -152,14 +156,23 @@ _HARMLESS = frozenset({DeviceAction.NOTHING, DeviceAction.COUNT})
 
 def examine(subject: Subject, tell: Callable[[Line], None]) -> None:
     """Do all of it. What cannot be done is unknown, and says why."""
-    for name, part in parts(subject):
+    try:
+        all_parts = list(parts(subject))
+    except Exception as error:  # of torch's or a driver's
+        all_parts = []
+        tell(Line(check=_unknown("start", error)))
+    for name, part in all_parts:
         tell(Line(begun=name))
         try:
             for said in part():
                 tell(_line(said))
         except Exception as error:  # a check is others' code too, and none of it ends the rest
-            tell(Line(check=NodeCheck(name, Soundness.UNKNOWN, "", f"it cannot be made: {error!r}")))
+            tell(Line(check=_unknown(name, error)))
     tell(Line(complete=True))
+
+
+def _unknown(name: str, error: Exception) -> NodeCheck:
+    return NodeCheck(name, Soundness.UNKNOWN, "", f"it cannot be made: {error!r}")
 
 
 def _line(said: Said) -> Line:
