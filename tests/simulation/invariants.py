@@ -43,6 +43,7 @@ class Invariant(Enum):
     DRAINS = 23, "a drain moves roles between two steps, to nodes that stay, does no step again, and ends"
     PHASES = 24, "a machine goes from phase to phase as its table says: it raises by itself"
     SAVED = 25, "a job that ends leaves the newest version that its nodes hold on storage, or says why not"
+    ADMITTED = 26, "no node is given a role that is known to be sick, while another is there, or under check"
 
     @property
     def number(self) -> str:

@@ -86,6 +86,8 @@ class Shape:
     """As their machines are about to go, and not as somebody asks for it."""
     sick: bool = False
     """As devices of theirs report something, or fail."""
+    checks: bool = False
+    """Who joins is checked first, and may be sick."""
     ready: bool = False
     """Standbys start roles ahead of need."""
     relays: bool = False
@@ -157,6 +159,7 @@ class SimJob:
             ready_standbys=shape.per_node if shape.ready else 0,
             max_restarts=shape.restarts,
             verify=shape.verifies,
+            preflight="joining" if shape.checks else "off",
             **({} if shape.brings else self.wanted),
         )
         groups = 1 if shape.adopts else shape.groups
