@@ -42,7 +42,7 @@ class Admission:
         self._asked: set[NodeName] = set()
 
     def joined(self, node: Node, known: Node | None) -> None:
-        """It has greeted; if it was `known`, over another connection: it may have missed the question."""
+        """A node has greeted; if it was `known`, over another connection: it may have missed the question."""
         if self._cluster.settings.preflight == PREFLIGHT_OFF:
             return
         if known is not None:
@@ -92,7 +92,7 @@ class Admission:
         self._out.send(node, CheckNode(again))
 
     def answered(self, node: Node, said: NodeChecked) -> None:
-        """Its check is over. What is wrong with it has been heard."""
+        """The check of a node is over. What is wrong with it has been heard."""
         check = node.check
         if check is None or not check.under_way:
             return

@@ -82,7 +82,7 @@ class Node:
     hosts: list[Host] = field(default_factory=list)
     """What it has said of who is where, before it says what it keeps."""
     check: Check | None = None
-    """Of whether it is well; None: nobody has asked for any."""
+    """Whether it is well; None: nobody has asked for that."""
 
     @classmethod
     def of(cls, peer: Peer, hello: AgentHello, now: float) -> Node:

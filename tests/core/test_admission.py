@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from core.test_agent_machine import Node
-from core.test_controller_machine import ControlPlane, lose, tell
+from core.test_controller_machine import ControlPlane, lose, restart, tell
 from xxhash import xxh3_64_hexdigest
 
 from ft_core.cli.doctor import command
@@ -376,9 +376,8 @@ def test_a_successor_asks_spares() -> None:
     control = job(spares=1)
     control.wait(0.1)
     well(control, "node2")
-    control.start_controller()
-    for agent in control.agents.values():
-        agent.greet()
+    restart(control, "node0", "node1", "node2")
+    control.wait(0.1)
     tell(control)
     control.wait(0.2)
     assert len(asked(control, "node2")) == 2 and not asked(control, "node0")

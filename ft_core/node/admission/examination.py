@@ -33,7 +33,7 @@ MACHINE: tuple[MachineCheck, ...] = (
     nccl.nccl_threads,
     nccl.interfaces,
 )
-"""Those of `ftctl doctor` that say of a machine, whatever the job, that no recovery works on it."""
+"""Checks of `ftctl doctor` that say of a machine, whatever the job, that no recovery works on it."""
 HEALTH = "device health"
 
 
@@ -47,7 +47,7 @@ class Subject:
     """GPUs that its workers use, if there are so many."""
     world_size: int
     environment: Mapping[str, str]
-    """Of its workers."""
+    """What its workers have."""
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Line(msgspec.Struct, omit_defaults=True):
 
 
 Said = NodeCheck | speed.Measured | DeviceFinding | str
-"""By one part; a text names the hardware."""
+"""What one part says; a text names the hardware."""
 Part = tuple[str, Callable[[], Iterator[Said]]]
 
 

@@ -53,15 +53,15 @@ class Machine(Protocol):
 
     @property
     def root(self) -> Path:
-        """Of its files; another for tests."""
+        """Where its files are; elsewhere in tests."""
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Of the job's processes."""
+        """What the job's processes have."""
 
     @property
     def versions(self) -> Mapping[str, str]:
-        """Of what a recovery depends on, by name."""
+        """Versions that a recovery depends on, by name."""
 
     @property
     def gpus(self) -> int:

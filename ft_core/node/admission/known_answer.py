@@ -80,7 +80,7 @@ def solved(problem: Problem, device: str) -> tuple[str, str, str]:
 
 
 def _checksum(result: torch.Tensor) -> str:
-    """Of its bits; a zero has no sign."""
+    """A checksum of all bits; a zero has no sign."""
     import torch
 
     return xxh3_64_hexdigest((result + 0.0).contiguous().cpu().view(torch.uint8).numpy().data)

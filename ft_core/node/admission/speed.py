@@ -20,7 +20,7 @@ from ft_core.protocol.messages import NodeCheck, Soundness, Timing
 LOOPBACK = "loopback"
 _TIMES = 5
 _EDGE, _COPIED = 384, 16 << 20
-"""Of a matrix, and bytes, on a host."""
+"""The side of a matrix, and bytes that are copied, on a host."""
 _GPU_EDGE, _GPU_COPIED = 8192, 1 << 29
 _SENT = 16 << 20
 _PATIENCE = 5.0
