@@ -33,6 +33,9 @@ JOB, SECRET, ID = "job.json", "secret", "id"
 """Files in the job directory: its settings; its secret; its id, where its controller has a fixed address."""
 _WRITTEN = 2.0
 """Seconds in which another process writes the secret into the file that it has made for it."""
+PREFLIGHT_OFF, PREFLIGHT_JOINING, PREFLIGHT_ALL = PREFLIGHTS = ("off", "joining", "all")
+"""Who is checked before it is given roles: nobody; who joins a job or stands by; and all, before its first
+step."""
 POLICIES = ("wait", "shrink", "stop")
 SNAPSHOTS = ("lean", "full")
 STRAGGLERS = ("off", "report", "replace")
@@ -177,6 +180,8 @@ class Settings:
     notices: list[str] = field(default_factory=list)
     """Who may announce that a node's machine is about to go (`--ft-notices`), see
     `ft_core.node.notices.which`."""
+    preflight: str = "off"
+    """Which nodes are checked before they are given roles (`--ft-preflight`): one of `PREFLIGHTS`."""
     hooks: list[list[str]] = field(default_factory=list)
     """What the controller runs when something happens (`--ft-on`): the event, and the words of a command. Not
     one of `FLAGS`: a script's settings come over the network, and nothing that does is executed."""

@@ -30,7 +30,16 @@ from ft_core.node.notices import which
 from ft_core.process import inject
 from ft_core.process.lines import FORMATS
 from ft_core.protocol.sockets import split_address
-from ft_core.settings import AUTO, POLICIES, SNAPSHOTS, STRAGGLERS, Command, Settings
+from ft_core.settings import (
+    AUTO,
+    POLICIES,
+    PREFLIGHT_JOINING,
+    PREFLIGHTS,
+    SNAPSHOTS,
+    STRAGGLERS,
+    Command,
+    Settings,
+)
 
 _DEFAULT_HOST, _DEFAULT_PORT = "127.0.0.1", 29400
 _TORCHRUN = "as torchrun's"
@@ -332,6 +341,14 @@ def parser() -> Parser:
         "cloud that has made the machine, and Slurm. With --standalone the default is none",
     )
     f.add_argument(
+        "--ft-preflight",
+        choices=PREFLIGHTS,
+        default=PREFLIGHT_JOINING,
+        help="which nodes are checked before they are given roles (limits, devices, a computation with a "
+        "known answer): those that join, and spares (joining, the default); all, before the first step; or "
+        "none (off)",
+    )
+    f.add_argument(
         "--ft-on",
         action="append",
         default=[],
@@ -498,6 +515,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         metrics=_metrics(args.ft_metrics_port),
         **({} if args.shutdown_timeout is None else {"shutdown_timeout": args.shutdown_timeout}),
         notices=which.parse(args.ft_notices or [which.NONE if args.standalone else which.AUTO]),
+        preflight=args.ft_preflight,
         hooks=hooks.parse(args.ft_on),
         **given,
         given=sorted(given),

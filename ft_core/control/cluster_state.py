@@ -30,6 +30,7 @@ from ft_core.protocol.messages import (
     Plan,
     RoleBeat,
     RoleLayout,
+    Timing,
 )
 from ft_core.protocol.table import moved_roles
 from ft_core.settings import Settings
@@ -47,6 +48,21 @@ def epoch_of(plan: str) -> int:
 
 
 @dataclass
+class Check:
+    """What is known of a node's own check (`control.admission`)."""
+
+    asked_at: float
+    under_way: bool = True
+    times: Mapping[str, Timing] = field(default_factory=dict)
+    hardware: str = ""
+    """Empty until it has ended well."""
+    why: str = ""
+    """What is wrong with the node."""
+    was_slow: bool = False
+    """Whether it was slow when it was measured last, and is measured once more for that."""
+
+
+@dataclass
 class Node:
     """A live agent. No other process has had its name: it stands for all that the process holds."""
 
@@ -54,7 +70,8 @@ class Node:
     hello: AgentHello
     liveness: NodeLiveness
     holdings: NodeInventory
-    idle: int
+    waiting: int
+    """Workers that wait for a role, as it has said last."""
     applied_plan: str
     """The plan that it had begun when it was heard last."""
     messages_before_plan: list[Message]
@@ -67,12 +84,24 @@ class Node:
     """When a plan was sent over this connection last."""
     hosts: list[Host] = field(default_factory=list)
     """What it has said of who is where, before it says what it keeps."""
+    check: Check | None = None
+    """Whether it is well; None: nobody has asked for that."""
 
     @classmethod
     def of(cls, peer: Peer, hello: AgentHello, now: float) -> Node:
         """The node that greets at `now`, by its greeting."""
         held = NodeInventory(hello)
         return cls(peer, hello, NodeLiveness(now), held, held.idle, held.begun, list(hello.said))
+
+    @property
+    def idle(self) -> int:
+        """Workers that may be given a role: none until its check is over."""
+        return 0 if self.under_check else self.waiting
+
+    @property
+    def under_check(self) -> bool:
+        """Whether it is not known yet that it is well."""
+        return self.check is not None and self.check.under_way
 
     @property
     def name(self) -> str:
@@ -91,7 +120,7 @@ class Node:
 
     def beat(self, beat: Heartbeat) -> None:
         """Take in the node's heartbeat: how far its roles are."""
-        self.idle, self.applied_plan, self.beats, self.replicas = (
+        self.waiting, self.applied_plan, self.beats, self.replicas = (
             beat.idle,
             beat.begun,
             beat.roles,
@@ -223,7 +252,7 @@ class ClusterState:
         before = held.counts() if anew else {}
         if not held.change(news):
             return False
-        node.idle, node.applied_plan = held.idle, held.begun
+        node.waiting, node.applied_plan = held.idle, held.begun
         if not self.is_of_before_the_restart(node):
             self.newest_seen = max(self.newest_seen, held.newest)
         if anew:
@@ -288,6 +317,10 @@ class ClusterState:
         """The live nodes that have none, and may be given some."""
         hosts = self.roles_by_node
         return (n for name, n in self.nodes.items() if name not in hosts and name not in self.draining)
+
+    def checking(self) -> bool:
+        """Whether nodes that could be given roles are being checked."""
+        return any(node.under_check for node in self.nodes.values())
 
     def all_reported(self) -> bool:
         """Whether all nodes have said what they hold, in this epoch. Each is looked at a few times in it, not

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import assert_never
 
+from ft_core.control.admission import Admission
 from ft_core.control.changeovers import Changeovers
 from ft_core.control.cluster_state import ClusterState, Node, epoch_of
 from ft_core.control.corruption import Corruption
@@ -105,6 +106,7 @@ class Controller:
         self._devices = DeviceFindings(self._recovery, self._changeovers)
         self._commands = OperatorCommands(self._recovery, self._changeovers)
         self._slow = SlowNodes(self._recovery, self._changeovers)
+        self._admission = Admission(self._recovery, self._devices)
         self._reports = Reports(self._recovery, self._hangs, self._changeovers)
         self._succession = Succession(self._recovery, self._reports)
         self._worker_failures = WorkerFailures(self._recovery)
@@ -215,6 +217,7 @@ class Controller:
             self._out.emit(Close(known.peer))
             node.liveness.pulses = known.liveness.pulses
         cluster.add(node)
+        self._admission.joined(node, known)
         self._recovery.failure_detector.greeted(node.name)
         self._succession.rebuild_if_newer_plan(epoch_of(node.greeted_with))
         if not cluster.is_of_before_the_restart(node):
@@ -316,7 +319,7 @@ class Controller:
         elif isinstance(message, m.NodesProbed):
             self._node_failures.probed(node, message)
         elif isinstance(message, m.Idle):
-            node.idle = message.idle
+            node.waiting = message.idle
             if isinstance(self.phase, Waiting):
                 self._recovery.reconsider()
         elif not self._succession.plan_known:
@@ -404,6 +407,8 @@ class Controller:
                 self._changeovers.notice(node, message)
             case m.DeviceFinding():
                 self._devices.found(node, message)
+            case m.NodeChecked():
+                self._admission.answered(node, message)
             case m.Left():
                 self._termination.on_node_left(node)
             case m.RestoreFailed() | m.NoIdleWorker() | m.PausedAtStep() | m.Issued():
@@ -455,6 +460,7 @@ class Controller:
         self._hang_response.check()
         self._corruption.check()
         self._slow.tick()
+        self._admission.tick()
         self._changeovers.follow_notices()
         if not self.busy:
             self.cluster.records.prepare(AT_ONCE)

@@ -121,6 +121,16 @@ class DeviceFound:
 
 
 @dataclass(frozen=True)
+class NodeExamined:
+    """What a check of this node has found, as `ExamineNode` wanted it; `findings`: what devices report."""
+
+    checks: tuple[m.NodeCheck, ...]
+    times: dict[str, m.Timing]
+    hardware: str
+    findings: tuple[m.DeviceFinding, ...]
+
+
+@dataclass(frozen=True)
 class Replicated:
     """A role's snapshot is verified wherever it must be, as was wanted; `failed`: why it is not."""
 
@@ -222,8 +232,8 @@ class RecordsFound:
 Event = (
     Begin | Connected | NotConnected | FromController | Forked | WorkerReady | FromWorker | WorkerEnded
     | WorkerGone | Signalled | Replicated | StateFetched | DurableDone | VersionWritten | DurableListed
-    | FlightRead | Probed | Examined | PeerAsks | RecordsFound | Noticed | DeviceFound | Tick | Terminate
-    | LauncherGone
+    | FlightRead | Probed | Examined | PeerAsks | RecordsFound | Noticed | DeviceFound | NodeExamined | Tick
+    | Terminate | LauncherGone
 )  # fmt: skip
 
 
@@ -461,6 +471,11 @@ class AskRecords:
 
 
 @dataclass(frozen=True)
+class ExamineNode:
+    """Check this node, beside all else: `NodeExamined`."""
+
+
+@dataclass(frozen=True)
 class KillNode:
     """SIGKILL to all that this node has started, and to itself."""
 
@@ -488,5 +503,5 @@ Effect = (
     ToController | Report | ToWorker | Start | Kill | Signal | ShowRest | SetApart | Commit | BeginEpoch
     | UsePlan | UseSettings | DropAfter | KeepOnly | Reserve | InvalidateCopy | Replicate | FetchState
     | WriteDurable | WriteVersion | LookForDurable | ReadFlight | WriteStacks | Probe | AskPeer | AnswerPeer
-    | AskRecords | KillNode | BecomeSpare | Say | End
+    | AskRecords | ExamineNode | KillNode | BecomeSpare | Say | End
 )  # fmt: skip

@@ -18,6 +18,7 @@ from typing import assert_never
 from msgspec.structs import replace
 
 from ft_core.node.about import About
+from ft_core.node.admission.checked import Checked, findings
 from ft_core.node.devices.reported import Reported
 from ft_core.node.epochs import EpochExecutor
 from ft_core.node.events import (
@@ -33,6 +34,7 @@ from ft_core.node.events import (
     End,
     Event,
     Examined,
+    ExamineNode,
     FlightRead,
     Forked,
     FromController,
@@ -42,6 +44,7 @@ from ft_core.node.events import (
     KillNode,
     LauncherGone,
     LookForDurable,
+    NodeExamined,
     NotConnected,
     Noticed,
     PeerAsks,
@@ -116,6 +119,7 @@ class Agent:
         self.drained = False
         """Whether it was, and nobody needs it any more."""
         self._devices = Reported(60 * settings.strike_minutes)
+        self._checked = Checked()
         self._notice: tuple[str, float] | None = None
         """Why this machine is about to go, and when."""
 
@@ -211,8 +215,11 @@ class Agent:
                 )
                 self._tell_notice()
             case DeviceFound(finding):
-                if self._devices.add(finding, self._now):
-                    self._post(finding)
+                self._report(finding)
+            case NodeExamined(checks=checks, findings=reported):
+                for finding in findings(checks, reported):  # first: whoever hears the answer knows of them
+                    self._report(finding)
+                self._post(self._checked.ended(event, self._now))
             case Tick():
                 self._tick()
             case Terminate():
@@ -270,6 +277,10 @@ class Agent:
             self._post(finding)
         if self._termination.under_way:
             self._post(m.Leaving())
+
+    def _report(self, finding: m.DeviceFinding) -> None:
+        if self._devices.add(finding, self._now):
+            self._post(finding)
 
     def _tell_notice(self) -> None:
         reason, at = self._notice or ("", math.inf)
@@ -372,6 +383,12 @@ class Agent:
             case m.KeepStrikes(strikes):
                 self.epochs.keep_strikes(strikes)
                 self._devices.counts(self.epochs.strikes_here())
+            case m.CheckNode(again):
+                answer = self._checked.asked(again, self._now)
+                if isinstance(answer, m.NodeChecked):
+                    self._post(answer)
+                elif answer:
+                    self._do(ExamineNode())
             case m.SaveVersion():
                 self.epochs.save(message)
             case m.Shutdown(code, drained):

@@ -31,6 +31,8 @@ from ft_core.net import interfaces
 from ft_core.net.transport import TcpTransport
 from ft_core.node import events as e
 from ft_core.node.about import About
+from ft_core.node.admission import examination
+from ft_core.node.admission.child import examined
 from ft_core.node.devices.watch import DeviceWatch
 from ft_core.node.devices.xids import Xids
 from ft_core.node.link.inquiries import Inquiries, records_of, relay
@@ -145,6 +147,8 @@ class NodeShell:
         self._handling = False
         self._fetching: Counter[int] = Counter()
         """Roles whose state is being brought here, and how often: an epoch that is over may still do so."""
+        self._examinations = 0
+        """Checks of this node that were begun."""
         self._saving = 0
         """Parts of the job's last version that are being written."""
         roles = settings.nproc_per_node
@@ -402,6 +406,8 @@ class NodeShell:
                 self._tasks.spawn(self._ask_records(effect))
             case e.AnswerPeer(number, answer):
                 self._inquiries.answered(number, answer)
+            case e.ExamineNode():
+                self._tasks.spawn(self._examine())
             case e.KillNode():
                 self._kill_node()
             case e.BecomeSpare():
@@ -545,6 +551,20 @@ class NodeShell:
 
     async def _ask_peer(self, asked: e.AskPeer) -> None:
         self.pool.post(asked.worker, await asyncio.to_thread(relay, asked, self.transport))
+
+    async def _examine(self) -> None:
+        """Check this node."""
+        settings, environment = self.settings, {**os.environ, **self.machine.about.environment}
+        subject = examination.Subject(self._host, settings.nproc_per_node, settings.world_size, environment)
+        self._examinations += 1
+        path = self._log_dir / f"check-{self._examinations}.jsonl"
+        try:
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+            found = await examined(lambda: self.pool.aside(examination.main, str(path), subject), path)
+        except OSError as error:
+            found = examination.impossible("start", str(error))
+        about = found.times, found.hardware
+        self._handle(e.NodeExamined(tuple(found.checks), *about, tuple(found.findings)))
 
     async def _ask_records(self, asked: e.AskRecords) -> None:
         self._handle(await asyncio.to_thread(records_of, asked, self.transport))

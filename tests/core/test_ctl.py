@@ -19,11 +19,12 @@ from harness import ROOT
 from ft_core.cli import ctl, events, nodes, status, top
 from ft_core.cli.ask import DeniedError, Line
 from ft_core.cli.doctor import job as doctor
-from ft_core.cli.doctor.case import Case, Level
+from ft_core.cli.doctor.case import Case
 from ft_core.control.cluster_state import Node
 from ft_core.control.events import Arriving, Disconnected, Received, Send
 from ft_core.control.machine import Controller
 from ft_core.control.phases import Running
+from ft_core.node.admission.findings import Level
 from ft_core.protocol import messages as m
 from ft_core.protocol.codec import encode
 from ft_core.protocol.goodput import Cause

@@ -432,6 +432,18 @@ def join(job: SimJob, rng: Random) -> None:
         job.join()
 
 
+def join_sick(job: SimJob, rng: Random) -> None:
+    """A node more, whose devices compute wrongly; perhaps one that is well, after it; and nodes are lost."""
+    if len(job.live()) < job.shape.nodes + job.shape.spares + 3:
+        job.join()
+        job.world.trace(f"{job.nodes[-1].name} is sick")
+        job.errors.sick_from_the_start.add(job.nodes[-1].machine_name)
+    if rng.random() < 0.7:
+        job.join()
+    for _ in range(rng.choice((0, 1, 1, 2))):
+        job.world.at(rng.choice((0.1, 1.0, 3.0, 8.0, 8.0)), lambda: kill_node(job, rng))
+
+
 def disaster(job: SimJob, rng: Random) -> None:
     """More is lost at once than there are copies for; and others come."""
     lost = rng.sample(job.live(), min(len(job.live()), job.shape.replicas + rng.choice((1, 1, 2))))
@@ -595,6 +607,9 @@ def schedule(job: SimJob, rng: Random) -> float:
     elif job.shape.slows:
         faults = faults | {slow_down: sum(faults.values()), join: 4}
         moments = (*MOMENTS, "KeepStrikes", "Drain", "Prepare", "SendHeartbeat")
+    elif job.shape.checks:
+        faults = faults | {join_sick: sum(faults.values()) // 2, join: 4}
+        moments = (*MOMENTS, "DeviceFinding", "KeepStrikes", "Drain", "Prepare", "CheckNode", "NodeChecked")
     elif job.shape.drains:
         faults = faults | {drain: sum(faults.values()) // 2, join: 4}
         moments = (*MOMENTS, "Drain", "Prepare", "SendHeartbeat", "NodesChanged")

@@ -48,6 +48,7 @@ class Invariant(Enum):
         "who is slow is named, and nobody else; its node is taken out where there is a better one, and no "
         "machine and no role moves for that twice in an hour",
     )
+    ADMITTED = 27, "no node is given a role that is known to be sick, while another is there, or under check"
 
     @property
     def number(self) -> str:

@@ -89,6 +89,8 @@ class Shape:
     """As devices of theirs report something, or fail."""
     slows: bool = False
     """As roles on them are slow."""
+    checks: bool = False
+    """Who joins is checked first, and may be sick."""
     ready: bool = False
     """Standbys start roles ahead of need."""
     relays: bool = False
@@ -161,6 +163,7 @@ class SimJob:
             max_restarts=shape.restarts,
             verify=shape.verifies,
             straggler="replace" if shape.slows else "report",
+            preflight="joining" if shape.checks else "off",
             **({} if shape.brings else self.wanted),
         )
         groups = 1 if shape.adopts else shape.groups

@@ -133,6 +133,14 @@ EVENTS: Mapping[str, Event] = {
         "([its record](operations/change.md#a-nodes-record))",
         _NODE,
     ),
+    "used_in_need": Event(
+        "a node that is avoided is given roles, as there is no other; `roles`: which", _NODE
+    ),
+    "checked": Event(
+        "a node was [checked](device_health.md#whoever-joins-is-checked) before it is given roles; `reason`: "
+        "what is wrong, or could not be found out",
+        {**_NODE, "found": "`ok`, `sick` or `unknown`", "seconds": "that it was kept waiting for that"},
+    ),
     "forgiven": Event("`ftctl nodes forgive`", _NODE),
     "suspected": Event("a worker saw a communicator break; ends nothing by itself"),
     "link": Event(

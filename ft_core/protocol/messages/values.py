@@ -287,6 +287,33 @@ class Symptom(StrEnum):
     """A plugin's, by the name that it has given, with what it wants to be done."""
 
 
+class Soundness(StrEnum):
+    """What a check of a node comes to."""
+
+    OK = "ok"
+    SICK = "sick"
+    UNKNOWN = "unknown"
+    """It could not be made, or did not end: that keeps nobody out."""
+
+
+class NodeCheck(Value, frozen=True):
+    """One check of a node. `found`: a figure, or what it was made on. `why`: of one that is not `ok`, a
+    sentence for people. `device`: the index of the GPU that it is about, -1 for none."""
+
+    name: str
+    soundness: Soundness
+    found: str
+    why: str = ""
+    device: Number = -1
+
+
+class Timing(Value, frozen=True):
+    """How many seconds the same has taken, several times."""
+
+    best: float
+    worst: float
+
+
 class FailureRecord(Value, frozen=True):
     """A failure, as it is kept of the node where it was. `place`: the node, whichever process is its agent.
     `age`: seconds."""
