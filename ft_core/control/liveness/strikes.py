@@ -105,7 +105,7 @@ class Device(NamedTuple):
     """A device of a machine."""
 
     place: str
-    index: int
+    number: int
 
 
 @dataclass

@@ -139,7 +139,7 @@ def families(found: Numbers) -> Iterator[Metric]:
         labels=["node", "device"],
     )
     for device in sorted(found.broken):
-        devices.add_metric([device.place, str(device.index)], 0)
+        devices.add_metric([device.place, str(device.number)], 0)
     yield devices
     xids = CounterMetricFamily(
         "ft_xid",
