@@ -59,7 +59,7 @@ class Large:
                 name, 1, 100 + number, number, at[name].domain, at[name].data, _NOBODY, [], False, ""
             )
             node = Node.of(number, hello, 0.0)
-            node.idle = 1 if number < hosting else PER_NODE + number % 2
+            node.waiting = 1 if number < hosting else PER_NODE + number % 2
             roles = range(number * PER_NODE, (number + 1) * PER_NODE) if number < hosting else ()
             node.beats = {r: m.RoleBeat(r, 500, 500, [499, 500], 500, 2.0, 0.0, 0, 0) for r in roles}
             kept = [(role - PER_NODE) % len(places) for role in roles]
