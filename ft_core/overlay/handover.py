@@ -27,6 +27,9 @@ _LOOKED_AT = 16 << 20
 """Bytes at the end of a file that was appended to, in which what the newcomer wrote is looked for."""
 _NEAR = 1 << 16
 """Bytes that one who was a step further may have written behind what is looked for."""
+_PACKED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")
+"""How files of gzip, bzip2, xz, Zstandard and zip begin."""
+_LONGEST_MAGIC = 6
 _KEPT_FLAGS = os.O_APPEND | os.O_NONBLOCK | os.O_DSYNC | os.O_SYNC
 
 
@@ -237,6 +240,9 @@ def _placed(name: str, file: File, whole: bool) -> bool:
         shutil.copyfile(file.at, name)
         return True
     with open(file.at, "rb") as upper, open(name, "r+b") as real:
+        if _is_packed(file) and (file.base >= 0 or not upper.read().startswith(real.read())):
+            raise CannotPass(f"it has {name} open, whose compressed content cannot be gone on with")
+        upper.seek(0), real.seek(0)
         if file.base < 0:
             place = begun_anew(upper.read(), real.read(), whole)
         else:
@@ -249,6 +255,13 @@ def _placed(name: str, file: File, whole: bool) -> bool:
         real.seek(place.end)
         real.write(place.missing)
     return True
+
+
+def _is_packed(file: File) -> bool:
+    """Whether what was written to it is a stream in which each byte depends on those before."""
+    with open(file.at, "rb") as upper:
+        upper.seek(max(0, file.base))
+        return upper.read(_LONGEST_MAGIC).startswith(_PACKED)
 
 
 def _open_for_writing(upper: str, process: int | str = "self") -> dict[int, str]:

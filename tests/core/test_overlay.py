@@ -409,6 +409,32 @@ def test_a_file_that_is_mapped_is_not_gone_on_with(tmp_path: Path) -> None:
     assert picture(tmp_path) == before
 
 
+@pytest.mark.parametrize("mode", ["at", "wt"])
+def test_a_compressed_file_is_gone_on_with_where_it_is_the_same_to_the_byte(
+    mode: str, tmp_path: Path
+) -> None:
+    """The time in its header is another one, and one that is appended to is behind."""
+    text = f"""
+        import bz2, gzip
+        at = "rows.gz"
+        def opened():
+            return gzip.open(at, {mode!r})
+        predecessor = opened()
+        predecessor.write("one"), predecessor.flush()
+        before = open(at, "rb").read()
+        gzip.time.time = lambda: 1
+        begin()
+        rows = opened()
+        overlay.passes()
+        rows.write("one")
+        overlay.arrives(), overlay.end()
+    """
+    said = run(tmp_path, text, code=9)
+    assert said.startswith("refused: it has ") and "rows.gz open" in said
+    same = text.replace("gzip.open", "bz2.open").replace("rows.gz", "rows.bz2")
+    run(tmp_path, f"{same}\n        rows.close()\n        assert bz2.open(at, 'rt').read() == 'one'")
+
+
 def test_threads_and_forked_processes_of_the_script_are_watched(tmp_path: Path) -> None:
     (tmp_path / "old").write_text("real")
     run(
