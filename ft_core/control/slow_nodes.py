@@ -25,7 +25,7 @@ LOOK = 1.0
 
 
 class SlowNodes:
-    """Those of one controller."""
+    """What one controller does about slow roles."""
 
     def __init__(self, recovery: RecoveryCoordinator, changeovers: Changeovers) -> None:
         self._recovery, self._changeovers = recovery, changeovers

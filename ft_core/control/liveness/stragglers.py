@@ -71,7 +71,7 @@ class Finding(NamedTuple):
 
 
 class Over(NamedTuple):
-    """It is not any more, and why."""
+    """A role that was slow is not any more; `reason` says why."""
 
     finding: Finding
     why: str
@@ -93,7 +93,7 @@ class _Role:
 
 
 class Stragglers:
-    """Those of one job."""
+    """Finds the slow roles of one job."""
 
     def __init__(self) -> None:
         self.found: dict[int, Finding] = {}

@@ -233,7 +233,7 @@ class Strikes:
         return len(self.everywhere(strike.role, strike.step)) > 1
 
     def _kept(self, now: float) -> list[tuple[float, FailureRecord]]:
-        """Those that count, and those that say who is not moved once more."""
+        """Return the strikes that count, and those that say who is not moved once more."""
         longer = max(self.seconds, SLOW_AGAIN)
         return [
             (at, s) for at, s in self._all if now - at <= (longer if s.fault is Fault.SLOW else self.seconds)
