@@ -65,4 +65,5 @@ MADE = {
 NEXT_BATCH = declare(
     "torch.utils.data.dataloader:_BaseDataLoaderIter.__next__",
     "it is measured how long a step waits for data",
+    optional=True,
 )

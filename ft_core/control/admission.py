@@ -7,6 +7,7 @@ there is another. A check that does not end, or cannot be made, keeps nobody out
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 from ft_core.control.cluster_state import Check, ClusterState, Node
@@ -27,7 +28,9 @@ from ft_core.protocol.messages import (
 )
 from ft_core.settings import PREFLIGHT_ALL, PREFLIGHT_OFF
 
-PATIENCE = 25.0
+ENOUGH = 64
+"""Nodes of like hardware that one is compared with."""
+PATIENCE = 18.0
 """Seconds until a check that has no answer is over: the agent itself gives it less."""
 
 
@@ -48,7 +51,7 @@ class Admission:
         if known is not None:
             node.check = known.check
             if node.under_check:
-                self._out.send(node, CheckNode())
+                self._out.send(node, CheckNode(node.check is not None and node.check.was_slow))
             return
         self._unasked.append(node.name)
         if not isinstance(self._recovery.phase, Rebuilding):
@@ -114,7 +117,8 @@ class Admission:
 
     def _times_of_others(self, node: Node, hardware: str) -> list[Mapping[str, Timing]]:
         others = (other.check for other in self._cluster.nodes.values() if other is not node)
-        return [check.times for check in others if check is not None and hardware == check.hardware != ""]
+        alike = (check.times for check in others if check is not None and hardware == check.hardware != "")
+        return list(itertools.islice(alike, ENOUGH))
 
     def _over(self, node: Node, checks: list[NodeCheck]) -> None:
         assert node.check is not None
@@ -127,7 +131,7 @@ class Admission:
         seconds = round(self._out.now - node.check.asked_at, 2)
         self._out.record("checked", why, node=node.name, found=worst.value, seconds=seconds)
         self._recovery.reconsider()
-        if isinstance(self._recovery.phase, Forming):
+        if isinstance(self._recovery.phase, Forming) and not self._cluster.checking():
             self._recovery.decision_due = True
 
 

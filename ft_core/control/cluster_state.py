@@ -320,7 +320,7 @@ class ClusterState:
 
     def checking(self) -> bool:
         """Whether nodes that could be given roles are being checked."""
-        return any(node.under_check for node in self.nodes.values())
+        return any(n.under_check and n.waiting and n.name not in self.draining for n in self.nodes.values())
 
     def all_reported(self) -> bool:
         """Whether all nodes have said what they hold, in this epoch. Each is looked at a few times in it, not

@@ -48,7 +48,7 @@ from ft_core.control.liveness.hangs.detector import Detector
 from ft_core.control.node_failures import NodeFailures
 from ft_core.control.observe import ctl
 from ft_core.control.observe.goodput import Account
-from ft_core.control.observe.observations import PartWritten, TimeGoes
+from ft_core.control.observe.observations import PartWritten, StepDone, TimeGoes
 from ft_core.control.observe.observer import Observer
 from ft_core.control.observe.progress_reporter import ProgressReporter
 from ft_core.control.operator_commands import OperatorCommands
@@ -373,7 +373,8 @@ class Controller:
                 running = isinstance(self.phase, Running)
                 started = self._recovery.prestart.prepared(cluster, node.name, role, counts, running, now)
                 self._out.emit(*started)
-            case m.PausedAtStep(epoch=cluster.epoch, role=role):
+            case m.PausedAtStep(epoch=cluster.epoch, role=role, version=version):
+                self._out.emit(StepDone(version))  # all of this step's time has been well spent
                 self._changeovers.stopped(role)
             case m.Unprotected():
                 self._worker_failures.runs_unprotected(message)

@@ -1,25 +1,27 @@
 """What is done about roles that are slow (`--ft-straggler`): they are named, and with `replace` their node is
 taken out between two steps.
 
-Only where that can but help, and never in circles: there is room on nodes against which nothing is known, no
-other node is on its way out, and within an hour a machine is taken out for this once, and a role moved for it
-once. A role that is slow wherever it is has much to do, and its nodes are well. Who was taken out is not used
-while there is another.
+Only where that can but help, and never in circles: there is room on nodes against which nothing is known,
+no other node is on its way out, few roles are slow, and none was taken out for this within the
+last hour. Who has nobody to be compared with is named only. Who was taken out is not used while there is
+another.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from ft_core.control.changeovers import Changeovers
 from ft_core.control.cluster_state import Node
 from ft_core.control.liveness import strikes
-from ft_core.control.liveness.stragglers import Finding, Over, Stragglers
+from ft_core.control.liveness.stragglers import MOST, Finding, Over, Stragglers
 from ft_core.control.phases import Running
 from ft_core.control.recovery import RecoveryCoordinator
 from ft_core.protocol.messages import NodeName, RoleBeat
 
+MANY = 8
+"""One of so many roles may be slow at once: if there are more, no node is taken out."""
 LOOK = 1.0
 """Seconds between two looks at whether a node can be taken out."""
 
@@ -61,6 +63,8 @@ class SlowNodes:
             and not recovery.protection.unprotected
             and not recovery.completion.released
             and recovery.prestart.attempt is None
+            and not recovery.leaving
+            and not self._cluster.current_plan.absent  # others may do the part of those who are away
         )
 
     def _record(self, news: Finding | Over) -> None:
@@ -75,11 +79,15 @@ class SlowNodes:
     def _replace_one(self) -> None:
         """The slowest whose node can be taken out."""
         cluster, out = self._cluster, self._out
-        for found in sorted(self.stragglers.found.values(), key=lambda each: -each.score):
+        slow = self.stragglers.found.values()
+        if len(slow) * MANY > len(cluster.places) + MANY:
+            return  # that many are no exception: the machines differ, or the work does
+        unfit = cluster.avoided(out.now) | cluster.faulted(out.now).keys() | {each.node for each in slow}
+        for found in sorted(slow, key=lambda each: -each.score)[:MOST]:
             node = cluster.nodes.get(found.node)
-            if node is None:
+            if node is None or not self.stragglers.stands_out(found) or found.alone:
                 continue
-            objection = self._objection(found, node)
+            objection = self._objection(found, node, unfit)
             if not objection:
                 self._recovery.strike(strikes.of_slow(found), node.hello.domain)
                 self._recovery.tell_of_strikes()  # first: whoever takes over knows that it was done
@@ -89,14 +97,11 @@ class SlowNodes:
                 self._told[found.role] = objection
                 out.record("not_drained", objection, [found.role], None, node=node.name)
 
-    def _objection(self, found: Finding, node: Node) -> str:
+    def _objection(self, found: Finding, node: Node, unfit: Collection[NodeName]) -> str:
         """Why the node stays, if so."""  # INV-26 (slow)
         cluster, now = self._cluster, self._out.now
-        if before := cluster.strikes.moved_as_slow(strikes.place(node.name), found.role, now):
+        if before := cluster.strikes.moved_as_slow(now):
             return (
-                f"role {found.role} is slow, and was moved off {before} for that within the last hour: it is "
-                "not the node, but what the role has to do, or what it reads"
+                f"role {found.role} is slow, and {before} was taken out for a slow role within the last hour"
             )
-        unfit = cluster.avoided(now) | cluster.faulted(now).keys()
-        unfit |= {other.node for other in self.stragglers.found.values()}
         return self._recovery.draining.objection(cluster, node.name, unfit)

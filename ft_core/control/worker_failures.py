@@ -37,13 +37,14 @@ class WorkerFailures:
             return
         if lost.fault is m.Fault.TERMINATED and role in recovery.completion.finished:
             return  # its script was done, and nothing is wanted of it
+        if not starts_ahead and cluster.places.get(role, node.name) != node.name:
+            cluster.worker_died(node, role)
+            return  # it was started ahead of need, by an attempt that is over: who has the role trains on
         recovery.strike(strikes.of_worker(lost, node.name, cluster.trained), node.hello.domain)
         if starts_ahead:
             self._out.emit(*recovery.prestart.fail(cluster, where))
             return
         cluster.worker_died(node, role)
-        if cluster.places.get(role, node.name) != node.name:
-            return  # it was started ahead of need, by an attempt that is over: who has the role trains on
         released = recovery.completion.released
         on_its_own = bool(recovery.protection.unprotected) or released
         if lost.fault is m.Fault.LEFT and (cluster.initial_version is None or on_its_own):

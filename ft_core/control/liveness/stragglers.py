@@ -23,6 +23,8 @@ from ft_core.protocol.messages import NodeName, RoleBeat
 
 STANDS_OUT = 1.15
 """Times what its like take."""
+OF_A_STEP = 0.05
+"""The share of a step that it must be besides: others wait for it so long."""
 NOTICED = 0.02
 """Seconds that it must be besides: of short steps a little is much."""
 LOOKS = 15
@@ -113,6 +115,11 @@ class Stragglers:
         """Who did in the newest look, named or not, the slowest first."""
         return sorted(self._standing.values(), key=lambda each: (-each.score, each.role))[:MOST]
 
+    def stands_out(self, found: Finding) -> bool:
+        """Whether a role that is named does so yet, in the same worker and on the same node."""
+        now = self._standing.get(found.role)
+        return now is not None and (now.node, now.pid) == (found.node, found.pid)
+
     def look(
         self,
         alike: Sequence[Sequence[int]],
@@ -190,7 +197,7 @@ class Stragglers:
         """By one more look at it."""
         compute, data, whole = usual
         seconds = beat.own_s + beat.data_s
-        if seconds < max(STANDS_OUT * whole, whole + NOTICED):
+        if seconds < max(STANDS_OUT * whole, whole + max(NOTICED, OF_A_STEP * beat.step_s)):
             seen.slow.append(None)
             self._standing.pop(role, None)
         else:

@@ -198,11 +198,9 @@ class Strikes:
         known = [s for _, s in self._current(now) if s.fault in DEVICE_FAULTS and s.device >= 0]
         return {Device(s.place, s.device) for s in known if not self._follows(s)}
 
-    def moved_as_slow(self, where: str, role: int, now: float) -> str:
-        """The place that was taken out of late as a role there was slow: this one, or another one that this
-        role was on. Empty: none was."""
-        known = [s for at, s in self._kept(now) if s.fault is Fault.SLOW]
-        return next((s.place for s in reversed(known) if s.place == where or s.role == role), "")
+    def moved_as_slow(self, now: float) -> str:
+        """The place that was taken out of late as a role there was slow. Empty: none was."""
+        return next((s.place for _, s in reversed(self._kept(now)) if s.fault is Fault.SLOW), "")
 
     def places(self) -> set[str]:
         """Places of which something is known."""

@@ -35,6 +35,10 @@ LOOK = 0.5
 """Seconds between two looks at how far all roles are."""
 
 
+CHECK = 20.0
+"""Seconds before it is gone in which a node does not wait for the check of another one."""
+
+
 @dataclass
 class LettingGo:
     """A node without roles that is to keep no copies any more: all others were told so."""
@@ -169,7 +173,8 @@ class Draining:
             return self._give_up(cluster, returning, name, f"{ATTEMPTS} starts of its roles elsewhere failed")
         places = _elsewhere(cluster, cluster.roles_by_node[name], now)
         if places is None:
-            if returning.clears(cluster):
+            time_left = self._deadlines.get(name, math.inf) - now
+            if returning.clears(cluster) or (cluster.checking() and time_left > CHECK):
                 return []
             if self._deadlines.get(name, math.inf) < math.inf and can_shrink(cluster, name):
                 return returning.leave(cluster, name, now)

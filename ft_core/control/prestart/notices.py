@@ -161,7 +161,9 @@ class Notices:
         why_not: str,
         now: float,
     ) -> list[Effect]:
-        objection = why_not or draining.objection(cluster, node.name)
+        # Who is sick goes where it is better, and nowhere else; who is about to go, wherever there is room.
+        unfit = cluster.avoided(now) if going.sick and going.deadline == math.inf else ()
+        objection = why_not or draining.objection(cluster, node.name, unfit)
         if not why_not and going.deadline < math.inf and can_shrink(cluster, node.name):
             objection = ""
         if not objection:

@@ -14,7 +14,7 @@ from ft_core.node.admission import examination
 from ft_core.node.admission.examination import Examination
 from ft_core.protocol.messages import NodeCheck, Soundness
 
-LIMIT = 15.0
+LIMIT = 14.0
 """Seconds that all checks may take together. What has not ended by then is unknown."""
 
 

@@ -33,7 +33,8 @@ MACHINE: tuple[MachineCheck, ...] = (
     nccl.nccl_threads,
     nccl.interfaces,
 )
-"""Checks of `ftctl doctor` that say of a machine, whatever the job, that no recovery works on it."""
+"""Checks of `ftctl doctor` that say of a machine, whatever the job, that no recovery works on it. What they
+find is as a rule the same on all nodes, those that train included: it is told, and keeps nobody out."""
 HEALTH = "device health"
 
 
@@ -122,10 +123,10 @@ def _machine(subject: Subject, count: int) -> Iterator[NodeCheck]:
 
 
 def of_doctor(finding: Finding) -> NodeCheck:
-    """What is merely slow is no reason to keep a node out."""
-    sick = finding.level is Level.FAIL
-    why = f"{finding.name}: {finding.found}; {finding.advice}" if sick else ""
-    return NodeCheck(finding.name, Soundness.SICK if sick else Soundness.OK, finding.found, why)
+    """What is found of a machine's settings keeps nobody out: those that train may have the same."""
+    fails = finding.level is Level.FAIL
+    why = f"{finding.name}: {finding.found}; {finding.advice}" if fails else ""
+    return NodeCheck(finding.name, Soundness.UNKNOWN if fails else Soundness.OK, finding.found, why)
 
 
 def health(devices: int) -> Iterator[Said]:

@@ -84,10 +84,11 @@ class Issued(Message, frozen=True):
 
 
 class PausedAtStep(Message, frozen=True):
-    """A role has stopped at the end of a step for those who come back."""
+    """A role has stopped at the end of a step for those who come back. `version`: that it has done."""
 
     epoch: Epoch
     role: Role
+    version: Version = 0
 
 
 class Unprotected(Message, frozen=True):
