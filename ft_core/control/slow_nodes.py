@@ -10,7 +10,7 @@ another.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Iterator, Mapping
 
 from ft_core.control.changeovers import Changeovers
 from ft_core.control.cluster_state import Node
@@ -21,7 +21,7 @@ from ft_core.control.recovery import RecoveryCoordinator
 from ft_core.protocol.messages import NodeName, RoleBeat
 
 MANY = 8
-"""One of so many roles may be slow at once: if there are more, no node is taken out."""
+"""One of so many nodes may be slow at once: if there are more, none is taken out."""
 LOOK = 1.0
 """Seconds between two looks at whether a node can be taken out."""
 
@@ -78,16 +78,7 @@ class SlowNodes:
 
     def _replace_one(self) -> None:
         """The slowest whose node can be taken out."""
-        cluster, out = self._cluster, self._out
-        slow = self.stragglers.found.values()
-        if len(slow) * MANY > len(cluster.places) + MANY:
-            return  # that many are no exception: the machines differ, or the work does
-        unfit = cluster.avoided(out.now) | cluster.faulted(out.now).keys() | {each.node for each in slow}
-        for found in sorted(slow, key=lambda each: -each.score)[:MOST]:
-            node = cluster.nodes.get(found.node)
-            if node is None or not self.stragglers.stands_out(found) or found.alone:
-                continue
-            objection = self._objection(found, node, unfit)
+        for found, node, objection in self.candidates():
             if not objection:
                 self._recovery.strike(strikes.of_slow(found), node.hello.domain)
                 self._recovery.tell_of_strikes()  # first: whoever takes over knows that it was done
@@ -95,13 +86,21 @@ class SlowNodes:
                 return
             if self._told.get(found.role) != objection:
                 self._told[found.role] = objection
-                out.record("not_drained", objection, [found.role], None, node=node.name)
+                self._out.record("not_drained", objection, [found.role], None, node=node.name)
 
-    def _objection(self, found: Finding, node: Node, unfit: Collection[NodeName]) -> str:
-        """Why the node stays, if so."""  # INV-26 (slow)
+    def candidates(self) -> Iterator[tuple[Finding, Node, str]]:
+        """The slowest roles, each with its node and why that stays, if so."""  # INV-26 (slow)
         cluster, now = self._cluster, self._out.now
-        if before := cluster.strikes.moved_as_slow(now):
-            return (
-                f"role {found.role} is slow, and {before} was taken out for a slow role within the last hour"
-            )
-        return self._recovery.draining.objection(cluster, node.name, unfit)
+        found = self.stragglers.found.values()
+        slow = {each.node for each in found}
+        if len(slow) * MANY > len(cluster.roles_by_node) + MANY:
+            return  # that many are no exception: the machines differ, or the work does
+        unfit = cluster.avoided(now) | cluster.faulted(now).keys() | slow
+        before = cluster.strikes.moved_as_slow(now)
+        for each in sorted(found, key=lambda each: -each.score)[:MOST]:
+            node = cluster.nodes.get(each.node)
+            if node is None or each.alone or not self.stragglers.stands_out(each):
+                continue
+            why = f"role {each.role} is slow, and {before} was taken out for a slow role within the last hour"
+            draining = self._recovery.draining
+            yield each, node, why if before else draining.objection(cluster, node.name, unfit)

@@ -104,10 +104,9 @@ class Slowness:
         cluster, slow = machine.cluster, machine._slow
         if cluster.draining:
             return f"{cluster.draining} are being drained"
-        for role, found in slow.stragglers.found.items():
-            node = cluster.nodes.get(found.node)
-            if node is None or not slow._objection(found, node):
-                return f"role {role} is named, and stays on {found.node}"
+        for found, node, objection in slow.candidates():
+            if not objection:
+                return f"role {found.role} is named, and stays on {node.name}"
         for roles in cluster.groups.alike():
             there = [role for role in roles if role in cluster.places]
             slow_ones = [r for r in there if not self._now.isdisjoint((place(cluster.places[r]), r))]
