@@ -46,6 +46,9 @@ RANDOM_STATES = declare(
     "torch.distributed.tensor._random:OffsetBasedRNGTracker.__init__",
     "random states are exchanged before training, or not at all",
 )
+_LOCK = "a lock under which extensions are built goes with its owner, where that is killed"
+LOCK = declare("torch.utils.file_baton:FileBaton.try_acquire", _LOCK)
+WAIT_FOR_LOCK = declare("torch.utils.file_baton:FileBaton.wait", _LOCK)
 _IMPORT = "in a fork server, while it imports what the script does: what a package reads and needs is noted"
 IMPORT = declare("builtins:__import__", _IMPORT)
 IMPORT_BY_NAME = declare("importlib._bootstrap:_gcd_import", _IMPORT)
@@ -59,3 +62,8 @@ MADE = {
     "data": declare("torch.utils.data:DataLoader.__init__", _MARKED),
 }
 """By what it is."""
+NEXT_BATCH = declare(
+    "torch.utils.data.dataloader:_BaseDataLoaderIter.__next__",
+    "it is measured how long a step waits for data",
+    optional=True,
+)

@@ -16,6 +16,7 @@ from typing import Any
 from ft_core import leadership
 from ft_core.elastic.rules import INTERVENTIONS, Start
 from ft_core.errors import ConfigError
+from ft_core.protocol.domains import place
 
 ANY_RANK = -2
 """In place of the number of a node that takes whichever place is free when the job begins."""
@@ -32,8 +33,12 @@ JOB, SECRET, ID = "job.json", "secret", "id"
 """Files in the job directory: its settings; its secret; its id, where its controller has a fixed address."""
 _WRITTEN = 2.0
 """Seconds in which another process writes the secret into the file that it has made for it."""
+PREFLIGHT_OFF, PREFLIGHT_JOINING, PREFLIGHT_ALL = PREFLIGHTS = ("off", "joining", "all")
+"""Who is checked before it is given roles: nobody; who joins a job or stands by; and all, before its first
+step."""
 POLICIES = ("wait", "shrink", "stop")
 SNAPSHOTS = ("lean", "full")
+STRAGGLERS = ("off", "report", "replace")
 AUTO = -1
 """A number that is found out where it is needed."""
 MOST_STEPS = 1000
@@ -117,6 +122,9 @@ class Settings:
     verify: bool = False
     """Whether what several roles hold alike is compared, version by version (`--ft-verify`): see
     `control.decide.comparison`."""
+    straggler: str = "report"
+    """What is done about roles that are slow (`--ft-straggler`): nothing (`off`), they are named (`report`),
+    or their nodes are taken out as well (`replace`)."""
     heartbeat: float = 0.5
     """Between two words of an agent to the controller."""
     heartbeats_missed: int = 20
@@ -172,6 +180,8 @@ class Settings:
     notices: list[str] = field(default_factory=list)
     """Who may announce that a node's machine is about to go (`--ft-notices`), see
     `ft_core.node.notices.which`."""
+    preflight: str = "off"
+    """Which nodes are checked before they are given roles (`--ft-preflight`): one of `PREFLIGHTS`."""
     hooks: list[list[str]] = field(default_factory=list)
     """What the controller runs when something happens (`--ft-on`): the event, and the words of a command. Not
     one of `FLAGS`: a script's settings come over the network, and nothing that does is executed."""
@@ -276,6 +286,8 @@ class Settings:
             )
         if self.snapshot not in SNAPSHOTS:
             raise ConfigError(f"{name['snapshot']} {self.snapshot!r}: give {' or '.join(SNAPSHOTS)}")
+        if self.straggler not in STRAGGLERS:
+            raise ConfigError(f"--ft-straggler {self.straggler!r}: give {', '.join(STRAGGLERS)}")
         if self.durable_interval < 0:
             raise ConfigError(f"{name['durable_interval']} {self.durable_interval} must be positive")
         if self.durable_interval and not self.durable_dir:
@@ -324,7 +336,7 @@ def put(path: Path, text: str) -> None:
 
 def unique(node: str) -> str:
     """A name for a process that is node `node`: the next one, there or elsewhere, has another."""
-    return f"{node.partition('+')[0]}+{secrets.token_hex(3)}"
+    return f"{place(node)}+{secrets.token_hex(3)}"
 
 
 def job_id(job_dir: Path, given: str) -> str:

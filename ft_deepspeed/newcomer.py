@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ft_core.errors import EpochChanged
+from ft_core.errors import CorruptSnapshot, EpochChanged
 from ft_core.process.timeline import timeline
 from ft_deepspeed import counters
 from ft_deepspeed.calls import Batch, Call, Forward, Load, Step
@@ -82,16 +82,20 @@ class Newcomer:
         gap = seen.version - position if seen is not None else 0
         if seen is None or gap < _NEAR or gap > self._gap / 2:
             return False
-        results = Results.newest(seen.envelope["results"])
-        if not results.covers(position):
-            seen = self._session.in_place.progress_of_others(HISTORY)
-            if seen is None or not seen.tensor:
-                return False  # the rest comes with the state
-            results = Results(
-                seen.envelope["results"], torch.frombuffer(bytearray(seen.tensor), dtype=torch.uint8)
-            )
+        try:
+            results = Results.newest(seen.envelope["results"])
             if not results.covers(position):
-                return False
+                seen = self._session.in_place.progress_of_others(HISTORY)
+                if seen is None or not seen.tensor:
+                    return False  # the rest comes with the state
+                older = torch.frombuffer(bytearray(seen.tensor), dtype=torch.uint8)
+                results = Results(seen.envelope["results"], older)
+                if not results.covers(position):
+                    return False
+        except CorruptSnapshot as error:
+            role = self._session.role
+            log.warning("role %d: %s; its script gets to the others with the epoch to come", role, error)
+            return False
         self._gap = gap
         self._catches_up(seen.version, seen.envelope, results)
         return True

@@ -49,6 +49,11 @@ QUICK: dict[str, tuple[str, ...]] = {
     "commands on events": ("test_hooks.py::test_commands_are_told_of_a_node_that_is_lost",),
     "a node is taken out": ("test_drain.py::test_a_node_is_drained",),
     "a device is broken": ("test_devices.py::test_a_device_that_is_broken_costs_one_recovery",),
+    "a node is slow": ("test_stragglers.py::test_who_is_slow_is_named_and_its_node_taken_out[compute]",),
+    "who joins is checked": (
+        "test_admission.py::test_a_sick_spare_is_not_used",
+        "test_admission.py::test_a_sick_node_is_left_out_at_the_start",
+    ),
     "a node that is about to go is drained": (
         "test_drain.py::test_a_node_that_is_about_to_go_is_drained[announced]",
     ),

@@ -12,6 +12,7 @@ from benchmarks.gpu.checks import Row, main
 from ft_core import plugins
 from ft_core.cli.doctor import case, software
 from ft_core.comm import nccl_environment
+from ft_core.node.admission import nccl
 
 REQUIRED = ("msgspec", "xxhash", "megatron-core")
 OPTIONAL = ("deepspeed", "transformer-engine", "apex", "nvidia-ml-py")
@@ -34,7 +35,7 @@ def body(row: Row) -> None:
         facts = case.Case(environment=os.environ, versions=case.versions([]))
         bad = [
             f
-            for check in (software.versions, software.nccl_threads)
+            for check in (software.versions, nccl.nccl_version, nccl.nccl_threads)
             for f in check(facts)
             if f.level == "fail"
         ]

@@ -16,6 +16,7 @@ from typing import Any
 
 from ft_core.errors import ConfigError
 from ft_core.history.lines import Tail, parsed
+from ft_core.protocol.domains import place
 from ft_core.protocol.groups import runs_of, text_of
 
 LAST = 20
@@ -116,10 +117,10 @@ def _fits(event: dict[str, Any], args: argparse.Namespace) -> bool:
 def _names(event: dict[str, Any], node: str) -> bool:
     moved = event.get("moved") or {}
     named = [event.get("node"), event.get("replaced"), *(event.get("nodes") or ()), *moved.values()]
-    if any(isinstance(name, str) and node in (name, name.partition("+")[0]) for name in named):
+    if any(isinstance(name, str) and node in (name, place(name)) for name in named):
         return True
     words = event["reason"].replace(",", " ").replace(":", " ").split()
-    return any(node in (word, word.partition("+")[0]) for word in words)
+    return any(node in (word, place(word)) for word in words)
 
 
 def text(event: dict[str, Any]) -> str:

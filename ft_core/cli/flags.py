@@ -30,7 +30,16 @@ from ft_core.node.notices import which
 from ft_core.process import inject
 from ft_core.process.lines import FORMATS
 from ft_core.protocol.sockets import split_address
-from ft_core.settings import AUTO, POLICIES, SNAPSHOTS, Command, Settings
+from ft_core.settings import (
+    AUTO,
+    POLICIES,
+    PREFLIGHT_JOINING,
+    PREFLIGHTS,
+    SNAPSHOTS,
+    STRAGGLERS,
+    Command,
+    Settings,
+)
 
 _DEFAULT_HOST, _DEFAULT_PORT = "127.0.0.1", 29400
 _TORCHRUN = "as torchrun's"
@@ -240,6 +249,14 @@ def parser() -> Parser:
         "it is given up: where they differ, all do that step again, from where they were alike",
     )
     f.add_argument(
+        "--ft-straggler",
+        choices=STRAGGLERS,
+        default=Settings.straggler,
+        help="a role that computes, or waits for its data, for longer than its like in other replica groups: "
+        "report (the default) names it; replace takes its node out as well, between two steps, if there is "
+        "room on another one; off does not look",
+    )
+    f.add_argument(
         "--ft-domain",
         default="",
         help="failure domain of this node, such as rack7; of several levels the widest first, row2/rack7; a "
@@ -322,6 +339,14 @@ def parser() -> Parser:
         help="who announces that a node's machine is about to go, which drains it: aws, gcp, azure, slurm, "
         "kubernetes, file:PATH, command:WORDS (may be given several times); none; or auto, the default: the "
         "cloud that has made the machine, and Slurm. With --standalone the default is none",
+    )
+    f.add_argument(
+        "--ft-preflight",
+        choices=PREFLIGHTS,
+        default=PREFLIGHT_JOINING,
+        help="which nodes are checked before they are given roles (limits, devices, a computation with a "
+        "known answer): those that join, and spares (joining, the default); all, before the first step; or "
+        "none (off)",
     )
     f.add_argument(
         "--ft-on",
@@ -482,6 +507,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         log_format=args.ft_log_format,
         inject=args.ft_inject,
         verify=args.ft_verify,
+        straggler=args.ft_straggler,
         max_restarts=args.max_restarts,
         direct=args.ft_direct_nodes,
         interfaces=interfaces.parse(args.ft_interface),
@@ -489,6 +515,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         metrics=_metrics(args.ft_metrics_port),
         **({} if args.shutdown_timeout is None else {"shutdown_timeout": args.shutdown_timeout}),
         notices=which.parse(args.ft_notices or [which.NONE if args.standalone else which.AUTO]),
+        preflight=args.ft_preflight,
         hooks=hooks.parse(args.ft_on),
         **given,
         given=sorted(given),

@@ -11,6 +11,7 @@ import msgspec
 
 from ft_core.cli.ask import DeniedError, Line, line
 from ft_core.cli.status import FEW, print_rows
+from ft_core.protocol.domains import place
 from ft_core.protocol.groups import runs_of, text_of
 from ft_core.protocol.messages import Forgive, Forgiven, NodesStatus, NodeStatus
 
@@ -46,7 +47,7 @@ def node_named(found: Line, text: str, gone: bool = False) -> str:
     if text in names:
         return text
     number = int(text) if text.isdecimal() else -1
-    meant = [name for name in names if text == _plain(name) or number == _number(name)]
+    meant = [name for name in names if text == place(name) or number == _number(name)]
     if len(meant) == 1:
         return meant[0]
     which = "is no node" if not meant else "may be any of several nodes"
@@ -55,14 +56,9 @@ def node_named(found: Line, text: str, gone: bool = False) -> str:
     raise DeniedError(f"{text} {which}: there {'is' if len(shown) == 1 else 'are'} {some or 'none'}")
 
 
-def _plain(node: str) -> str:
-    """The name that `settings.unique` was given."""
-    return node.partition("+")[0]
-
-
 def _number(node: str) -> int | None:
     """That at the end of its name."""
-    found = re.search(r"\d+$", _plain(node))
+    found = re.search(r"\d+$", place(node))
     return int(found[0]) if found else None
 
 

@@ -43,7 +43,7 @@ def _stream(found: Line, status: JobStatus) -> None:
         "controller_pid": status.controller_pid,
     }
     about |= {"complaint": status.complaint, "unprotected": status.unprotected, "seconds": status.seconds}
-    about |= {"every": status.every}
+    about |= {"every": status.every, "slow": msgspec.to_builtins(status.slow)}
     print(json.dumps({**about, "finished": finished(status)})[:-1], end="")
     for name, rows in (("roles", found.roles()), ("spares", found.spares())):
         print(f', "{name}": ', end="")
@@ -71,6 +71,11 @@ def warnings(status: JobStatus) -> list[str]:
     if status.every > 1:
         most = 2 * status.every - 1
         found.append(f"a version is protected every {status.every} steps: at most {most} are done again")
+    found += [
+        f"role {each.role} on {each.node} is slow ({each.part}): its own part of a step takes {each.score:g} "
+        "times its like's"
+        for each in status.slow
+    ]
     return found + ([f"not protected: {status.unprotected}"] if status.unprotected else [])
 
 

@@ -17,11 +17,16 @@ is `Running`, or the job is `Waiting` for what it lacks. A controller that learn
 
 One event is handled in three steps, all in `machine.Controller.handle`. First the part of the machine that it
 concerns takes it in: `reports` (what agents say while all is well), `worker_failures`, `node_failures`,
-`hang_response`, `corruption`, `changeovers` (roles that move or come back), `succession` (what a predecessor
-knew), `termination`, `script_settings`. What has failed they tell `recovery`, which owns the epochs and ends
-one. Then, if anything has changed that a decision may depend on, `decisions` decides how the job goes on. At
-last the observer adds what it comes to in time and numbers. Parts emit their effects in order (`emitter`);
-what only knows one subject, such as a drain or the plan's delivery, returns them to the part that asks.
+`hang_response`, `corruption`, `device_findings`, `changeovers` (roles that move or come back), `succession`
+(what a predecessor knew), `termination` (SIGTERM), `script_settings`, `operator_commands`. What has failed
+they tell `recovery`, which owns the epochs and ends one. Then, if anything has changed that a decision may
+depend on, `decisions` decides how the job goes on. At last the observer adds what it comes to in time and
+numbers. Parts emit their effects in order (`emitter`); what only knows one subject, such as a drain or the
+plan's delivery, returns them to the part that asks.
+
+What is known of the job stands in `cluster_state`; of the epoch under way in `progress`, `completion` (the
+ends of scripts) and `protection` (whether they want any). `plan_delivery` has what nodes are sent of a plan,
+`period` and `samples` what is told of steps. `shell`, with `relays` and `hooks`, is all input and output.
 
 One failure, followed through the code: a node says that a worker has died (`WorkerFailures.worker_lost`), its
 role is lost (`RecoveryCoordinator.fail`), and the epoch ends (`end_epoch`): all are told to leave it. Once

@@ -17,7 +17,7 @@ from ft_core.protocol.messages import NodeName, Notice
 
 
 class Changeovers:
-    """Those of one controller."""
+    """The changeovers of one job."""
 
     def __init__(self, recovery: RecoveryCoordinator) -> None:
         self._recovery, self._cluster, self._out = recovery, recovery.cluster, recovery.out
@@ -27,7 +27,7 @@ class Changeovers:
     def drain(self, peer: Peer, node: NodeName) -> None:
         """Somebody wants a node out."""
         recovery = self._recovery
-        asked = recovery.draining.ask(self._cluster, recovery.prestart, peer, node, self._why_not())
+        asked = recovery.draining.ask(self._cluster, recovery.prestart, peer, node, self.why_not())
         self._out.emit(*asked)
 
     def notice(self, node: Node, notice: Notice) -> None:
@@ -39,6 +39,12 @@ class Changeovers:
         """A device of a node is about to fail, or has."""
         self._notices.sick(self._cluster, node, why, self._out.now)
         self.follow_notices()
+
+    def slow(self, node: Node, why: str) -> None:
+        """A role of a node is slow, and there is nothing against taking the node out."""
+        recovery = self._recovery
+        begun = recovery.draining.begin(self._cluster, recovery.prestart, node.name, why)
+        self._out.emit(*begun)
 
     def forgiven(self, where: str) -> None:
         """Nothing counts any more against the devices of a machine."""
@@ -52,10 +58,18 @@ class Changeovers:
     def follow_notices(self) -> None:
         """Drain those that are about to go, where that is possible by now."""
         recovery = self._recovery
-        about = recovery.draining, recovery.prestart, self._out.now, self._why_not(), recovery.leaving
-        self._out.emit(*self._notices.tick(self._cluster, *about))
+        self._out.emit(
+            *self._notices.tick(
+                self._cluster,
+                recovery.draining,
+                recovery.prestart,
+                self._out.now,
+                why_not=self.why_not(),
+                job_leaves=recovery.leaving,
+            )
+        )
 
-    def _why_not(self) -> str:
+    def why_not(self) -> str:
         """Why no node can be taken out at present; empty, as a rule."""
         recovery = self._recovery
         if not isinstance(recovery.phase, Running):
@@ -109,7 +123,7 @@ class Changeovers:
 
     @property
     def _stop(self) -> Stop | None:
-        """That for another period, in the epoch under way."""
+        """The request to stop for another period, if there is one in the epoch under way."""
         stop = self._period.stop
         if stop is not None and stop.epoch != self._cluster.epoch:
             stop = self._period.stop = None

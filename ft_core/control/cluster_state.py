@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,12 +13,14 @@ from ft_core.control.decide.groups import Groups
 from ft_core.control.decide.inventory import NodeInventory
 from ft_core.control.decide.records import Records
 from ft_core.control.events import Effect, Peer, Send
-from ft_core.control.liveness.strikes import Strikes, place
+from ft_core.control.liveness.strikes import Strikes
 from ft_core.control.liveness.suspicion import NodeLiveness
 from ft_core.leadership.lease import first_epoch
+from ft_core.protocol.domains import place
 from ft_core.protocol.messages import (
     AgentHello,
     Catalogue,
+    Epoch,
     Heartbeat,
     HoldingsChanged,
     Host,
@@ -27,6 +30,7 @@ from ft_core.protocol.messages import (
     Plan,
     RoleBeat,
     RoleLayout,
+    Timing,
 )
 from ft_core.protocol.table import moved_roles
 from ft_core.settings import Settings
@@ -44,6 +48,21 @@ def epoch_of(plan: str) -> int:
 
 
 @dataclass
+class Check:
+    """What is known of a node's own check (`control.admission`)."""
+
+    asked_at: float
+    under_way: bool = True
+    times: Mapping[str, Timing] = field(default_factory=dict)
+    hardware: str = ""
+    """Empty until it has ended well."""
+    why: str = ""
+    """What is wrong with the node."""
+    was_slow: bool = False
+    """Whether it was slow when it was measured last, and is measured once more for that."""
+
+
+@dataclass
 class Node:
     """A live agent. No other process has had its name: it stands for all that the process holds."""
 
@@ -51,7 +70,8 @@ class Node:
     hello: AgentHello
     liveness: NodeLiveness
     holdings: NodeInventory
-    idle: int
+    waiting: int
+    """Workers that wait for a role, as it has said last."""
     applied_plan: str
     """The plan that it had begun when it was heard last."""
     messages_before_plan: list[Message]
@@ -64,6 +84,8 @@ class Node:
     """When a plan was sent over this connection last."""
     hosts: list[Host] = field(default_factory=list)
     """What it has said of who is where, before it says what it keeps."""
+    check: Check | None = None
+    """Whether it is well; None: nobody has asked for that."""
 
     @classmethod
     def of(cls, peer: Peer, hello: AgentHello, now: float) -> Node:
@@ -72,8 +94,18 @@ class Node:
         return cls(peer, hello, NodeLiveness(now), held, held.idle, held.begun, list(hello.said))
 
     @property
+    def idle(self) -> int:
+        """Workers that may be given a role: none until its check is over."""
+        return 0 if self.under_check else self.waiting
+
+    @property
+    def under_check(self) -> bool:
+        """Whether it is not known yet that it is well."""
+        return self.check is not None and self.check.under_way
+
+    @property
     def name(self) -> str:
-        """No other node of the job has it, nor will have."""
+        """The node's name, which no other node of the job has, nor will have."""
         return self.hello.node
 
     @property
@@ -87,8 +119,8 @@ class Node:
         return NodeAddress(data=self.hello.data, domain=self.hello.domain)
 
     def beat(self, beat: Heartbeat) -> None:
-        """It has said how far its roles are."""
-        self.idle, self.applied_plan, self.beats, self.replicas = (
+        """Take in the node's heartbeat: how far its roles are."""
+        self.waiting, self.applied_plan, self.beats, self.replicas = (
             beat.idle,
             beat.begun,
             beat.roles,
@@ -102,19 +134,20 @@ class ClusterState:
     """What is known of the job."""
 
     settings: Settings
-    """Those that the script has brought are in them."""
+    """The job's settings, with what the script has brought."""
     job_dir: str
     groups: Groups
     term: int = 1
-    """That this controller leads in."""
+    """The term that this controller leads in."""
     nodes: dict[str, Node] = field(default_factory=dict)
     peers: dict[Peer, Node] = field(default_factory=dict)
-    """The same by their connections."""
+    """The live nodes by their connections."""
     disconnected: set[str] = field(default_factory=set)
-    """Those of them whose connections are no more."""
+    """Live nodes whose connections have ended."""
     epoch: int = 0
     plan: Plan | None = None
-    """The newest that was begun. It says which nodes there are now; nothing else of it changes."""
+    """The newest plan that was begun. Which nodes there are is kept up to date in it; nothing else of it
+    changes."""
     _hosted: tuple[dict[int, str], dict[str, list[int]]] = field(default_factory=lambda: ({}, {}))
     """The plan's places, and the same by node."""
     _unreported: tuple[int, list[str]] = field(default_factory=lambda: (0, []))
@@ -124,9 +157,9 @@ class ClusterState:
     catalogue: dict[int, compact.Segments] = field(default_factory=dict)
     """Role -> its segments and their holders: what is lost without a trace must still be missed."""
     _compact: Catalogue | None = None
-    """The same for plans, once it was asked for."""
+    """The catalogue in the form that plans have it, once it was asked for."""
     _shown: dict[int, compact.Segments] | None = None
-    """The same for who looks at the job, likewise."""
+    """A copy of the catalogue for the page and metrics, which stays as it is; None until it is asked for."""
     initial_version: int | None = None
     """The version that the script makes by itself; known once a role has reached training."""
     verified: int | None = None
@@ -156,9 +189,9 @@ class ClusterState:
     draining: list[str] = field(default_factory=list)
     """Live nodes that are to be taken out, in that order: none of them is given another role."""
     departing: str = ""
-    """That of them which is to keep no copies any more, in the epoch under way."""
+    """The draining node that is to keep no copies any more, in the epoch under way."""
     attempts_without_progress: int = 0
-    """Failures since any step was done that is newer than the goal; and that, the newest before them."""
+    """Failures since a step was done that is newer than `progress_mark`."""
     progress_mark: int = 0
     escalation_level: int = 0
     """How far the ladder was climbed since there was progress, see `control.decide.ladder`."""
@@ -179,12 +212,12 @@ class ClusterState:
 
     @property
     def plan_epoch(self) -> int:
-        """0 before the first plan."""
+        """The plan's epoch; 0 before the first plan."""
         return self.plan.epoch if self.plan is not None else 0
 
     @property
     def plan_id(self) -> str:
-        """Empty before the first."""
+        """The plan's id; empty before the first plan."""
         return self.plan.id if self.plan is not None else ""
 
     @property
@@ -194,7 +227,7 @@ class ClusterState:
         return self.plan
 
     def add(self, node: Node) -> None:
-        """It has come, or has another connection."""
+        """Add a node that has come, or that has another connection."""
         self._unlist(node)
         self.nodes[node.name] = self.peers[node.peer] = node
         self._unreported[1].append(node.name)
@@ -202,7 +235,7 @@ class ClusterState:
         self._look_at(node)
 
     def _count(self, node: Node) -> None:
-        """What the workers that the plan has there have on record."""
+        """Enter what is on record of start-up at those workers of a node that the plan has there."""
         for role, counts in node.holdings.counts().items():
             if self.places.get(role) == node.name:
                 self.records.say(role, counts)
@@ -213,13 +246,13 @@ class ClusterState:
                 self.records.say(role, {})
 
     def report(self, node: Node, news: HoldingsChanged) -> bool:
-        """It has said, in a report, what it holds now. Returns whether that could be understood."""
+        """Take in a node's report of what it holds. Returns whether that could be understood."""
         held = node.holdings
         anew = isinstance(news.roles, dict) or held.recount or bool(held.dead)
         before = held.counts() if anew else {}
         if not held.change(news):
             return False
-        node.idle, node.applied_plan = held.idle, held.begun
+        node.waiting, node.applied_plan = held.idle, held.begun
         if not self.is_of_before_the_restart(node):
             self.newest_seen = max(self.newest_seen, held.newest)
         if anew:
@@ -229,7 +262,7 @@ class ClusterState:
         return True
 
     def _look_at(self, node: Node) -> None:
-        """Whether its roles are as the plan has them, and all live."""
+        """Note whether a node's roles are as the plan has them, and all live."""
         held, name = node.holdings, node.name
         held.report.home = home = list(held.roles) == self.roles_by_node.get(name, [])
         if home and held.all_alive:
@@ -238,7 +271,8 @@ class ClusterState:
             self._healthy.discard(name)
 
     def worker_died(self, node: Node, role: int) -> None:
-        """Though it may have reported in this epoch that it lives."""
+        """Note that a role's worker has died, also where its node has reported in this epoch that it
+        lives."""
         node.holdings.worker_died(role)
         self._healthy.discard(node.name)
         self._forget_records(node, [role])
@@ -284,6 +318,10 @@ class ClusterState:
         hosts = self.roles_by_node
         return (n for name, n in self.nodes.items() if name not in hosts and name not in self.draining)
 
+    def checking(self) -> bool:
+        """Whether nodes that could be given roles are being checked."""
+        return any(n.under_check and n.waiting and n.name not in self.draining for n in self.nodes.values())
+
     def all_reported(self) -> bool:
         """Whether all nodes have said what they hold, in this epoch. Each is looked at a few times in it, not
         at every report of another."""
@@ -304,7 +342,7 @@ class ClusterState:
 
     def faulted(self, now: float) -> dict[str, int]:
         """Live nodes with devices that have failed of late, and how many."""
-        count = Counter(where for where, _ in self.strikes.broken(now))
+        count = Counter(device.place for device in self.strikes.broken(now))
         found = {name: count[place(name)] for name in self.nodes} if count else {}
         return {name: devices for name, devices in found.items() if devices}
 
@@ -321,7 +359,7 @@ class ClusterState:
         return self._shown
 
     def _learn(self, role: int, segments: compact.Segments) -> None:
-        """What its state consists of."""
+        """Note what a role's state consists of."""
         if self.catalogue.get(role) != segments:
             self.catalogue[role] = segments
             self._compact = self._shown = None
@@ -338,38 +376,38 @@ class ClusterState:
         )
 
     def to_all(self, message: Message) -> list[Effect]:
-        """Say it to all nodes."""
+        """The effects that send a message to all nodes."""
         return to(self.nodes.values(), message)
 
     def next_epoch(self, after: Iterable[int] = ()) -> int:
-        """The number of another epoch: newer than all that are known, also `after`, and than any of an older
-        leader's."""
+        """The number of another epoch: newer than all that are known, than those in `after`, and than any of
+        an older leader's."""
         return max(self.epoch + 1, first_epoch(self.term), *(epoch + 1 for epoch in after))
 
-    def take(self, state: Plan) -> None:
-        """A plan of another controller, from an agent that has begun it."""
-        self.catalogue = {**self.catalogue, **compact.expanded(state.catalogue)}
+    def take(self, plan: Plan) -> None:
+        """Take over another controller's plan, told by an agent that has begun it."""
+        self.catalogue = {**self.catalogue, **compact.expanded(plan.catalogue)}
         self._compact = self._shown = None
         self.initial_version, self.newest_seen = (
-            state.initial_version,
-            max(self.newest_seen, state.newest_seen),
+            plan.initial_version,
+            max(self.newest_seen, plan.newest_seen),
         )
-        self.parts = state.parts
-        self.script_resumes |= state.script_resumes
-        self.restart_epoch, self.started_from = state.restart_epoch, state.started_from
+        self.parts = plan.parts
+        self.script_resumes |= plan.script_resumes
+        self.restart_epoch, self.started_from = plan.restart_epoch, plan.started_from
         self.attempts_without_progress, self.progress_mark = (
-            state.attempts_without_progress,
-            state.progress_mark,
+            plan.attempts_without_progress,
+            plan.progress_mark,
         )
-        self.escalation_level, self.furthest_step = state.escalation_level, state.furthest_step
-        self.every = state.every
-        self.groups.restore(state.groups)
-        self.plan, self.epoch = state, max(self.epoch, state.epoch)
+        self.escalation_level, self.furthest_step = plan.escalation_level, plan.furthest_step
+        self.every = plan.every
+        self.groups.restore(plan.groups)
+        self.plan, self.epoch = plan, max(self.epoch, plan.epoch)
         for node in self.nodes.values():
             self._count(node)
 
     def lay_out(self, message: RoleLayout) -> None:
-        """What a role's state consists of; or the part of it that another has adopted."""
+        """Note what a role's state consists of, or the part of it that another role has adopted."""
         if message.epoch < self.restart_epoch:
             return
         if message.adopted:
@@ -390,7 +428,7 @@ class ClusterState:
         return epoch_of(node.holdings.begun) < self.restart_epoch
 
     def seen_at(self, versions: Iterable[int]) -> None:
-        """Some role has, or had, these."""
+        """Note versions that some role has, or had."""
         self.newest_seen = max([self.newest_seen, *versions])
 
     @property
@@ -431,8 +469,8 @@ class ClusterState:
         return self.stepped_epoch >= max(1, self.restart_epoch) or len(copies) > 1
 
     def fill_catalogue(self, roles: Collection[int]) -> None:
-        """What these said of their segments was lost with their nodes, or with a controller: what others hold
-        for them names the segments."""
+        """Complete the catalogue for `roles`, where what they said of their segments was lost with their
+        nodes or with a controller: what others hold for them names the segments."""
         if not roles:
             return
         known: compact.Segments = {}
@@ -443,6 +481,15 @@ class ClusterState:
             for role in wanted.intersection(compact.all_in(holders)):
                 if self.catalogue.get(role, {}).get(segment) != holders:
                     self._learn(role, {**self.catalogue.get(role, {}), segment: holders})
+
+    def has_successor(self, role: int, epoch: Epoch | None) -> bool:
+        """Whether the plan gives a role to another worker than it had in `epoch`: what an agent says again of
+        the former one, since it has yet to begin the plan, counts no more."""
+        if self.plan is None or epoch is None or epoch >= self.plan.epoch:
+            return False
+        newcomers = self.plan.newcomers  # ascending
+        at = bisect_left(newcomers, role)
+        return newcomers[at : at + 1] == [role]
 
     def remember_the_lost(self) -> None:
         """Remember roles that never said what their segments are: as many domains as copies cover may be
@@ -479,7 +526,7 @@ class ClusterState:
 def hosts_now(
     before: Mapping[int, str], by_node: Mapping[str, list[int]], now: Mapping[int, str]
 ) -> dict[str, list[int]]:
-    """By node its roles, ascending. `before`, `by_node`: what was so; little has changed as a rule."""
+    """The roles of each node, ascending. `before`, `by_node`: what was so; little has changed as a rule."""
     hosts: dict[str, list[int]] = {}
     if list(before) != list(now):
         for role, name in sorted(now.items()):
@@ -501,7 +548,7 @@ def to(nodes: Iterable[Node], message: Message) -> list[Effect]:
 def copies(
     nodes: Iterable[Node], catalogue: Mapping[int, Iterable[str]], roles: Collection[int]
 ) -> dict[int, list[str]]:
-    """For each of `roles` the nodes that keep copies for others, once for each of the role's segments."""
+    """For each of `roles`, the nodes that keep copies for others, once for each of the role's segments."""
     wanted = {segment for role in roles for segment in catalogue.get(role, ())}
     held: dict[str, list[str]] = {}
     for node in nodes:

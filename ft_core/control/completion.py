@@ -22,11 +22,11 @@ class Completion:
     """How far the roles have come in their scripts."""
 
     completed: dict[int, Completed] = field(default_factory=dict)
-    """What each role has said last."""
+    """The last end of a part that each role has reported."""
     finished: set[int] = field(default_factory=set)
     """Roles whose scripts are done."""
     left: dict[int, str] = field(default_factory=dict)
-    """Those whose processes have ended without a word in this epoch, before they trained; and how that is
+    """Roles whose processes have ended without a word in this epoch, before they trained, and how that is
     said. They may have done all that was theirs."""
     released: bool = False
     """Whether all have come to the end of training: only local work is left."""
@@ -71,7 +71,7 @@ class Completion:
         return [*parts, *[version] * (min(end.part for end in done) - len(parts))]
 
     def taken_over(self) -> None:
-        """By another controller: that scripts are done shows that they were let go."""
+        """Another controller's plan was taken over: that scripts are done shows that they were let go."""
         found = self.finished & set(self.completed)
         self.released |= any(self.completed[role].last for role in found)
 

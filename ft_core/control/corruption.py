@@ -54,7 +54,7 @@ class _Doubt:
 
 
 def _of(version: m.Version | None) -> m.Version:
-    """To be compared with others, where there may be none."""
+    """A version that can be compared with others; -1 for none."""
     return _NEVER if version is None else version
 
 
@@ -65,22 +65,23 @@ class Corruption:
         self._recovery, self._cluster, self._out = recovery, recovery.cluster, recovery.out
         self._epoch = 0
         self._said: dict[m.SegmentId, dict[m.Version, dict[m.Role, m.Digest]]] = {}
-        """By segment, what is not compared yet of the epoch. One stays, once there was anything of it."""
+        """Segment -> version -> role -> checksum, of what is not compared yet in this epoch. A segment's
+        entry stays once there was one."""
         self._holders: dict[m.SegmentId, tuple[m.Role, ...]] = {}
-        """Those of them that take part in the epoch."""
+        """Segment -> its holders that take part in this epoch."""
         self._announced = 0, _NEVER
         """The epoch, and the version of it that agents know to be alike."""
         self._alike: dict[m.SegmentId, m.Version] = {}
-        """By segment, the newest version of the epoch that was compared."""
+        """Segment -> the newest version of this epoch in which it was compared."""
         self._workers: dict[m.Role, _Worker] = {}
         self._doubts: dict[m.SegmentId, _Doubt] = {}
         self._incomparable: set[m.SegmentId] = set()
         self._told = False
-        """That nothing can be compared."""
+        """Whether it was said that nothing can be compared."""
         self._advanced = False
         """Whether some segment was found alike since it was looked which version all are."""
         self._unproven: Counter[m.SegmentId] = Counter()
-        """How often a segment differed, and did not when the step was done again to something else."""
+        """How often each segment differed, and came to something else when the step was done again."""
 
     def heard(self, node: Node, said: m.Checksums) -> None:
         """A role has said what it holds. The last one of a segment's holders lets it be compared."""
@@ -116,7 +117,7 @@ class Corruption:
             self._out.send(node, m.Verified(*self._announced))  # it may not have heard that
 
     def check(self) -> None:
-        """Time has passed. Tell, once, where there is nothing to compare."""
+        """Announce what is alike; and say, once, where there is nothing to compare."""
         if self._epoch == self._cluster.epoch:
             self._announce()
         wanted = (
@@ -223,7 +224,7 @@ class Corruption:
             self._blame(role, doubt.workers[role], doubt.version, how)
 
     def _replace(self, segment: m.SegmentId, role: m.Role, where: str) -> None:
-        """It would be wrong once more: another worker plays the role."""
+        """Replace the worker of a role that would be wrong once more."""
         doubt, worker = self._doubts[segment], self._workers[role]
         self._doubts[segment] = replace(doubt, blamed=True)
         self._blame(

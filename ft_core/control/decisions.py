@@ -10,6 +10,7 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import assert_never
 
+from ft_core.control.admission import left_out, too_few_are_sound
 from ft_core.control.cluster_state import ALL_IS_LOST
 from ft_core.control.decide import ladder
 from ft_core.control.decide.forming import first_places
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 
 STANDBY_GRACE = 20.0
 """Seconds that a healthy node has to bring up a standby before a crashed worker's role moves elsewhere."""
+SPARES_COME = 10.0
+"""Seconds without a new node after which a job that is not to begin with sick ones has too few others."""
 _ROUNDS = 16
 """Decisions that one event may lead to, one by the other: restarts that are left, and some."""
 
@@ -88,7 +91,11 @@ class Decisions:
         if self._out.now < self._recovery.settled:
             return
         cluster, recovery = self._cluster, self._recovery
-        roles, in_vain = first_places(cluster, self._out.now - phase.joined_at)
+        quiet, out = self._out.now - phase.joined_at, left_out(cluster, self._out.now)
+        roles, in_vain = first_places(cluster, quiet, out)
+        if roles is None and out and quiet > SPARES_COME and (why := too_few_are_sound(cluster, out)):
+            recovery.end_job(1, why)
+            return
         if in_vain and recovery.note_wait_reason(what := explain.missing_at_the_start(in_vain)):
             self._out.record("waiting", what, time=TimeGoes(Cause.WAITING))
             log.warning("%s", what)
@@ -123,8 +130,9 @@ class Decisions:
             return
         cluster.note_progress()
         if cluster.attempts_without_progress > strikes.TRIES:
-            reason, code, roles = recovery.last_failure
-            recovery.escalate(EscalationCause(explain.in_vain(cluster, reason, roles), code=code))
+            failure = recovery.last_failure
+            reason = explain.in_vain(cluster, failure.reason, failure.roles)
+            recovery.escalate(EscalationCause(reason, code=failure.code))
             return
         cluster.remember_the_lost()
         outcome = self._outcome(phase)
@@ -137,6 +145,7 @@ class Decisions:
         elif isinstance(outcome, NextEpoch):
             older = outcome.origin != "durable" and older_than_promised(cluster, outcome.version)
             if not older or not self.end_if_storage_unreadable():
+                self._tell_of_need(outcome)
                 recovery.start_epoch(outcome, recovery.prestart.records())
         elif isinstance(outcome, RestartScripts):
             if not self.end_if_storage_unreadable():
@@ -146,6 +155,16 @@ class Decisions:
         else:
             assert_never(outcome)
 
+    def _tell_of_need(self, start: NextEpoch) -> None:
+        """Nodes that are not to be used while there is another are given roles."""
+        given: dict[str, list[int]] = {}
+        for role in start.newcomers:
+            given.setdefault(start.roles.get(role, ""), []).append(role)
+        for name in sorted(self._cluster.avoided(self._out.now).intersection(given)):
+            what = f"node {name} is given roles {given[name]}, though it is avoided: there is no other"
+            self._out.record("used_in_need", what, given[name], node=name)
+            log.warning("%s", what)
+
     def _outcome(self, phase: Quiescing | Waiting) -> Outcome:
         """What is best. A start ahead of need is given up where others need its places more."""
         cluster, prestart, now = self._cluster, self._recovery.prestart, self._out.now
@@ -153,13 +172,13 @@ class Decisions:
         def found() -> Outcome:
             return decide(
                 cluster,
-                prestart.places(),
-                self._recovery.checkpoints.common,
-                now - phase.since > STANDBY_GRACE,
-                cluster.avoided(now),
-                prestart.clears(cluster),
-                self._recovery.escalation,
-                cluster.faulted(now),
+                starting=prestart.places(),
+                durable=self._recovery.checkpoints.common,
+                standby_overdue=now - phase.since > STANDBY_GRACE,
+                avoided=cluster.avoided(now),
+                clears=prestart.clears(cluster) or cluster.checking(),
+                escalation=self._recovery.escalation,
+                faulted=cluster.faulted(now),
             )
 
         outcome = found()
@@ -189,8 +208,8 @@ class Decisions:
         cluster, detector, now = self._cluster, self._recovery.failure_detector, self._out.now
         # Of those who train while nobody hears them it is not known how far they have come.
         nobody = cluster.nodes.keys().isdisjoint(cluster.roles_by_node)
-        begun = cluster.initial_version is not None or self._recovery.plan_was_inherited
-        unknown = begun and nobody
+        reached_training = cluster.initial_version is not None or self._recovery.plan_was_inherited
+        unknown = reached_training and nobody
         if isinstance(outcome, NextEpoch):
             older = outcome.version is None or outcome.version < cluster.newest_seen - cluster.redone
             bad = (cluster.trained and older) or (unknown and outcome.origin != "memory")

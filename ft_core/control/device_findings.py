@@ -10,7 +10,7 @@ from ft_core.protocol.messages import DeviceAction, DeviceFinding
 
 
 class DeviceFindings:
-    """Those that one controller hears of."""
+    """The device findings that one controller hears of."""
 
     def __init__(self, recovery: RecoveryCoordinator, changeovers: Changeovers) -> None:
         self._recovery, self._changeovers = recovery, changeovers

@@ -31,7 +31,7 @@ class Emitter:
         self.effects += effects
 
     def send(self, node: Node, message: Message) -> None:
-        """Say it to one node."""
+        """Send a message to one node."""
         self.emit(Send(node.peer, message))
 
     def close(self, node: Node) -> None:
@@ -39,7 +39,7 @@ class Emitter:
         self.emit(Close(node.peer))
 
     def send_to_all(self, message: Message) -> None:
-        """Say it to all nodes."""
+        """Send a message to all nodes."""
         self.emit(*self._cluster.to_all(message))
 
     def record(
@@ -65,7 +65,7 @@ class Emitter:
         return self._recorded.get(name, 0)
 
     def note_recorded(self, name: str, epoch: Epoch) -> None:
-        """From now on the event counts as written down in that epoch."""
+        """Let the event count as written down in that epoch."""
         self._recorded[name] = epoch
 
     @property

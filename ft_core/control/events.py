@@ -47,7 +47,7 @@ class MessageBatch:
 
 @dataclass(frozen=True)
 class Pulsed:
-    """Nodes say that they live, or somebody says it again."""
+    """Nodes say that they live, or somebody repeats what they said."""
 
     pulses: Sequence[Pulse]
 
@@ -110,7 +110,7 @@ Event = (
 
 
 class Send(Struct, frozen=True, gc=False):  # a hundred thousand at a time
-    """In order for each peer; nothing happens if it is gone."""
+    """Send a message: in order for each peer, and nothing happens if it is gone."""
 
     peer: Peer
     message: Message
@@ -133,7 +133,7 @@ class Record:
     roles: tuple[int, ...] = ()
     more: dict[str, Any] = field(default_factory=dict)
     time: TimeGoes | None = None
-    """For the observer, which adds to `more` what it comes to: what the job's time goes to from here on."""
+    """What the job's time goes to from here on. The observer adds to `more` what that comes to."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class AppendLedger:
 
 @dataclass(frozen=True)
 class PrintConsole:
-    """To the person at the console."""
+    """Print a line for the person at the console."""
 
     text: str
     level: str = "INFO"

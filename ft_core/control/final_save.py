@@ -19,8 +19,7 @@ from ft_core.errors import Unrecoverable
 from ft_core.protocol.messages import VersionSaved
 
 _HURRY = 0.25
-"""As a part of all the time that there is: after so much of it workers are ended that are still in their
-step."""
+"""The part of the time limit after which workers are ended that are still in their step."""
 
 
 class FinalSave:

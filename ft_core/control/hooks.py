@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ft_core.control.events import Record
-from ft_core.control.liveness.strikes import place
 from ft_core.control.observe.recorded import EVENTS
 from ft_core.errors import ConfigError
 from ft_core.leadership.etcd import USER
+from ft_core.protocol.domains import place
 from ft_core.settings import SECRET_ENV
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class _Run(NamedTuple):
 
 
 class Hooks:
-    """Those of one controller."""
+    """The commands of one controller."""
 
     def __init__(self, hooks: Iterable[Sequence[str]], about: Mapping[str, str]) -> None:
         """`hooks`: as of `Settings.hooks`. `about`: variables for the commands, beside this process's."""
@@ -239,7 +239,7 @@ class Hooks:
             self._said = {each for each in self._said if each[0] != str(run.command)}
 
     def _failed(self, run: _Run, what: str, said: str = "") -> None:
-        """Say so, unless the same was said of this command and it has not worked since."""
+        """Log what went wrong, unless the same was said of this command and it has not worked since."""
         with self._changed:
             kind = str(run.command), what
             if kind in self._said:
@@ -253,6 +253,6 @@ class Hooks:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Also what the command has started, but for what has left its process group."""
+    """Kill the command and what it has started, but for what has left its process group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import assert_never
 
+from ft_core.control.admission import Admission
 from ft_core.control.changeovers import Changeovers
 from ft_core.control.cluster_state import ClusterState, Node, epoch_of
 from ft_core.control.corruption import Corruption
@@ -44,17 +45,18 @@ from ft_core.control.events import (
 from ft_core.control.hang_response import HangResponse
 from ft_core.control.lead import takeover
 from ft_core.control.liveness.hangs.detector import Detector
-from ft_core.control.liveness.strikes import place
 from ft_core.control.node_failures import NodeFailures
 from ft_core.control.observe import ctl
 from ft_core.control.observe.goodput import Account
-from ft_core.control.observe.observations import PartWritten, TimeGoes
+from ft_core.control.observe.observations import PartWritten, StepDone, TimeGoes
 from ft_core.control.observe.observer import Observer
 from ft_core.control.observe.progress_reporter import ProgressReporter
+from ft_core.control.operator_commands import OperatorCommands
 from ft_core.control.phases import Done, Forming, Phase, Rebuilding, Running, Saving, Waiting
 from ft_core.control.recovery import RecoveryCoordinator
 from ft_core.control.reports import Reports
 from ft_core.control.script_settings import ScriptSettings
+from ft_core.control.slow_nodes import SlowNodes
 from ft_core.control.succession import Succession
 from ft_core.control.termination import Termination
 from ft_core.control.view import JobView
@@ -69,7 +71,7 @@ FAILURES = 3
 """Controllers in a row that fail of an error of their own before the job ends: the next one would meet the
 same again."""
 AT_ONCE = 1024
-"""Operations that are looked at in a tick, of those of which there is news."""
+"""Start-up operations of which there is news that are looked at in one tick."""
 
 
 class Controller:
@@ -102,6 +104,9 @@ class Controller:
         self._corruption = Corruption(self._recovery)
         self._changeovers = Changeovers(self._recovery)
         self._devices = DeviceFindings(self._recovery, self._changeovers)
+        self._commands = OperatorCommands(self._recovery, self._changeovers)
+        self._slow = SlowNodes(self._recovery, self._changeovers)
+        self._admission = Admission(self._recovery, self._devices)
         self._reports = Reports(self._recovery, self._hangs, self._changeovers)
         self._succession = Succession(self._recovery, self._reports)
         self._worker_failures = WorkerFailures(self._recovery)
@@ -143,7 +148,7 @@ class Controller:
         if not self._began:
             (spent, ago), self._began = self._spent, True
             self._observer = Observer(Account(wall, spent, ago), wall)
-            self.view = JobView(self._recovery, self._hangs, self._observer, self._pid)
+            self.view = JobView(self._recovery, self._hangs, self._slow, self._observer, self._pid)
             if spent is None:
                 settings = self.cluster.settings
                 about = f"{settings.nnodes} nodes of {settings.nproc_per_node} workers"
@@ -212,6 +217,7 @@ class Controller:
             self._out.emit(Close(known.peer))
             node.liveness.pulses = known.liveness.pulses
         cluster.add(node)
+        self._admission.joined(node, known)
         self._recovery.failure_detector.greeted(node.name)
         self._succession.rebuild_if_newer_plan(epoch_of(node.greeted_with))
         if not cluster.is_of_before_the_restart(node):
@@ -233,7 +239,8 @@ class Controller:
         self._reports.on_greeting(node, known is not None)
 
     def _turn_away(self, peer: Peer, hello: m.AgentHello) -> None:
-        """An agent of a former job that had this address and secret: what it knows is nothing of this one."""
+        """Refuse an agent of a former job that had this address and secret: what it knows is nothing of this
+        one."""
         reason = (
             f"node {hello.node} (process {hello.pid}) is of job {hello.job}, this is {self._job}: end what "
             "is left of the other on its machine"
@@ -243,7 +250,7 @@ class Controller:
         self._out.emit(Refuse(reason), Send(peer, m.OtherJob(self._job)), Close(peer))
 
     def _look_for_its_like(self, node: Node) -> None:
-        """Two nodes that were started with the same number: one of them only stands by."""
+        """Warn of two nodes that were started with the same rank: only one of them trains."""
         rank = node.hello.node_rank
         if rank not in range(self.cluster.settings.nnodes):
             return
@@ -281,13 +288,11 @@ class Controller:
         elif isinstance(message, m.AskMore):
             self._out.emit(*self._questions.more(peer))
         elif isinstance(message, m.Inject):
-            self._out.emit(*ctl.inject(self.cluster, peer, message))
+            self._commands.inject(peer, message)
         elif isinstance(message, m.AskHosts):
             self._out.emit(*ctl.hosts(self.cluster, peer))
         elif isinstance(message, m.Forgive):
-            self._out.emit(*ctl.forgive(self.cluster, peer, message.node, self._out.now))
-            self._recovery.strikes_changed = True
-            self._changeovers.forgiven(place(message.node))
+            self._commands.forgive(peer, message.node)
         elif isinstance(message, m.DrainNode):
             self._changeovers.drain(peer, message.node)
         elif isinstance(message, m.DescribeRole | m.DescribeFlight):
@@ -298,7 +303,7 @@ class Controller:
     # -- what agents say -----------------------------------------------------------------------
 
     def _on_agent(self, node: Node, message: m.Message) -> None:
-        """What is understood without a plan; the rest once that is known."""
+        """Handle what is understood without a plan; the rest once the plan is known."""
         cluster = self.cluster
         if isinstance(message, m.Heartbeat):  # first, since nearly all are
             self._reports.on_heartbeat(node, message)
@@ -314,7 +319,7 @@ class Controller:
         elif isinstance(message, m.NodesProbed):
             self._node_failures.probed(node, message)
         elif isinstance(message, m.Idle):
-            node.idle = message.idle
+            node.waiting = message.idle
             if isinstance(self.phase, Waiting):
                 self._recovery.reconsider()
         elif not self._succession.plan_known:
@@ -326,6 +331,12 @@ class Controller:
     def _on_news(self, node: Node, message: m.Message) -> None:
         cluster, now = self.cluster, self._out.now
         match message:
+            case (
+                m.WorkerLost(role=role, epoch=epoch)
+                | m.Unprotected(role=role, epoch=epoch)
+                | m.Finished(role=role, epoch=epoch)
+            ) if cluster.has_successor(role, epoch):
+                pass
             case m.WorkerLost():
                 self._worker_failures.worker_lost(node, message)
             case m.NoIdleWorker(role=role) if self._recovery.prestart.concerns(role, node.name):
@@ -362,7 +373,8 @@ class Controller:
                 running = isinstance(self.phase, Running)
                 started = self._recovery.prestart.prepared(cluster, node.name, role, counts, running, now)
                 self._out.emit(*started)
-            case m.PausedAtStep(epoch=cluster.epoch, role=role):
+            case m.PausedAtStep(epoch=cluster.epoch, role=role, version=version):
+                self._out.emit(StepDone(version))  # all of this step's time has been well spent
                 self._changeovers.stopped(role)
             case m.Unprotected():
                 self._worker_failures.runs_unprotected(message)
@@ -396,6 +408,8 @@ class Controller:
                 self._changeovers.notice(node, message)
             case m.DeviceFinding():
                 self._devices.found(node, message)
+            case m.NodeChecked():
+                self._admission.answered(node, message)
             case m.Left():
                 self._termination.on_node_left(node)
             case m.RestoreFailed() | m.NoIdleWorker() | m.PausedAtStep() | m.Issued():
@@ -408,14 +422,14 @@ class Controller:
     # -- the rest ------------------------------------------------------------------------------
 
     def _hear(self, node: Node) -> None:
-        """What was said before the plan was here, and with the greeting."""
+        """Handle what a node said with its greeting, and before the plan was known."""
         if self._succession.plan_known:
             said, node.messages_before_plan = node.messages_before_plan, []
             for message in said:
                 self._on_news(node, message)
 
     def _rebuild(self, phase: Rebuilding) -> None:
-        """Once it has heard from everybody, or it is clear who does not come, go on."""
+        """Go on once everybody was heard, or it is clear who does not come."""
         cluster, now = self.cluster, self._out.now
         phase.newest = takeover.newest(cluster)
         if not self._succession.plan_known:
@@ -446,6 +460,8 @@ class Controller:
             self._reports.ask_about_script_end()
         self._hang_response.check()
         self._corruption.check()
+        self._slow.tick()
+        self._admission.tick()
         self._changeovers.follow_notices()
         if not self.busy:
             self.cluster.records.prepare(AT_ONCE)

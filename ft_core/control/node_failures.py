@@ -10,6 +10,7 @@ from ft_core.control.observe.observations import FirstSign
 from ft_core.control.phases import Quiescing, Running, Waiting
 from ft_core.control.recovery import RecoveryCoordinator
 from ft_core.protocol import messages as m
+from ft_core.protocol.domains import place
 
 
 class NodeFailures:
@@ -65,18 +66,18 @@ class NodeFailures:
         self._recovery.escalate_if_waited_for()
 
     def disconnected(self, node: Node) -> None:
-        """Its connection has ended. It may come back, unless others find that its process has ended: they are
-        asked at once."""
+        """A node's connection has ended. It may come back, unless others find that its process has ended:
+        they are asked at once."""
         self._detector.disconnected(node, self._out.now)
         self._judge()
 
     def probed(self, node: Node, answer: m.NodesProbed) -> None:
-        """It says which others it reaches."""
+        """A node says which others it reaches."""
         if self._detector.probed(node, answer):
             self._judge()
 
     def check(self) -> None:
-        """Who has been silent for too long, and, where connections broke, who does not reach whom."""
+        """Look who has been silent for too long and, where connections broke, who does not reach whom."""
         self._judge()
         phase = self._recovery.phase
         if isinstance(phase, Running | Quiescing | Waiting) and not self._recovery.protection.unprotected:
@@ -85,7 +86,7 @@ class NodeFailures:
                 self._replace_broken_link_end()
 
     def _judge(self) -> None:
-        """Those that are silent, or gone: who is lost, and who is to be asked about whom."""
+        """Judge the nodes that are silent or gone: which are lost, and which others are asked about."""
         running = isinstance(self._recovery.phase, Running)
         for node, why in self._detector.lost(running, self._out.now):
             self.node_lost(node, why)
@@ -98,7 +99,7 @@ class NodeFailures:
         why = self._detector.broke
         first = {name: role for role, name in sorted(cluster.places.items(), reverse=True)}
         none = cluster.settings.world_size  # a node without a role is replaced rather than one with some
-        failed = lambda name: len(cluster.strikes.against(strikes.place(name), now))  # noqa: E731
+        failed = lambda name: len(cluster.strikes.against(place(name), now))  # noqa: E731
         broken = self._detector.links.found(cluster.nodes, failed, lambda name: first.get(name, none))
         replaced = "" if broken is None else self._replaceable(broken)
         if broken is not None and not replaced:

@@ -20,15 +20,16 @@ LOOK = 5.0
 WINDOW = 1000.0
 """Seconds of training that are looked at together."""
 WORTH = 10.0
-"""Seconds of waiting in that time for which it is changed: one percent."""
+"""Seconds of waiting in that time for which the period is changed: one percent."""
 ROOM = 1.25
-"""How many times as long as copies take, as a rule, they may take."""
+"""How many times the usual time of copies they are given."""
 RECENT = 32
-"""Looks of which it is known how long copies took: the half of them is the rule, whatever was slow once."""
+"""How many looks are remembered with how long copies took: their median is the rule, whatever was slow
+once."""
 MOST = 64
 """Steps that are chosen at the most."""
 SETTLED = 5
-"""Steps without which nothing is known; and three looks, with a step in between."""
+"""Steps without which nothing is known of the waiting."""
 TRIES = 3
 """Requests to stop, after which the job goes on as it is until it is looked at again."""
 
@@ -53,7 +54,7 @@ class ProtectionPeriod:
         self._copying.clear()
 
     def wanted(self, cluster: ClusterState, now: float) -> int | None:
-        """All roles train: the period to change to, if it is to be changed."""
+        """The period to change to, if it is to be changed; all roles train."""
         settings = cluster.settings
         if settings.every != AUTO or settings.policy == "shrink" or now < self._look_at:
             return None
@@ -85,7 +86,7 @@ class ProtectionPeriod:
         return None
 
     def _found(self, every: int, passed: float, steps: int, waited: float, copying: float) -> int | None:
-        """What it is to be, if something else: in `passed` seconds there were so many `steps`, which have
+        """The period to change to, if another: in `passed` seconds there were so many `steps`, which have
         waited so long, and copies take `copying`."""
         step = max(passed - waited, 1e-3) / steps
         needed = min(max(1, math.ceil(ROOM * copying / step)), MOST)

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from ft_core.control.decide.ladder import Failure
 from ft_core.control.decide.last_version import LastVersion
 from ft_core.process.transitions import Transitions
 
@@ -18,6 +19,24 @@ class Forming:
     name: ClassVar[str] = "forming"
     joined_at: float = 0.0
     """When the last node came that had not been there."""
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Nodes of the plan that have not come."""
+
+    names: Collection[str]
+    covered: bool
+    """Whether others have all that they had."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the job is to end: its exit code, why, and what the console says of that, if not the reason."""
+
+    code: int
+    reason: str
+    shown: str
 
 
 @dataclass
@@ -32,12 +51,12 @@ class Rebuilding:
     """When somebody who knows the secret last came, or said who he is."""
     asked_at: float = float("-inf")
     asked: int = 0
-    undone: list[tuple[str, list[int]]] = field(default_factory=list)
-    """Failures, with their roles, that were heard of before it was known where all roles are."""
-    left: tuple[Collection[str], bool] | None = None
-    """Nodes of the plan that have not come, and whether others have all that they had."""
-    ends: tuple[int, str, str] | None = None
-    """Exit code, reason, and what is shown of it, where the job is to end once what it leaves is known."""
+    failures: list[Failure] = field(default_factory=list)
+    """What was heard of before it was known where all roles are."""
+    missing: Missing | None = None
+    """The nodes that had not come when it was looked last, if some had not."""
+    ending: Ending | None = None
+    """How the job is to end once it is known what there is to save."""
 
 
 @dataclass

@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from ft_core.protocol.messages import Plan, Reopened, Restored, Stepped
 
-Due = tuple[str, dict[str, Any]]
-"""An event, with what belongs to it."""
+
+@dataclass(frozen=True)
+class Due:
+    """An event that is to be recorded, since all roles have come so far."""
+
+    event: str
+    fields: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """What all roles are to have next, and those that do not have it yet."""
+
+    what: Literal["state", "step"]
+    roles: Set[int]
 
 
 class Progress:
-    """What they have said. An event comes of it once all have; what is still awaited is counted down, since
-    each message comes from each role."""
+    """What the roles have said. An event comes of it once all have; what is still awaited is counted down,
+    since each message comes from each role."""
 
-    def __init__(self, state: Plan) -> None:
-        """`state`: the plan of the epoch."""
+    def __init__(self, plan: Plan) -> None:
+        """`plan`: the plan of the epoch."""
         self.restored: dict[int, int] = {}
         """Role -> pid of its worker."""
-        self._version = state.version
-        self._unrestored, self._unstepped = set(state.roles), set(state.roles)
-        self._closed = set(state.roles).difference(state.newcomers)
+        self._version = plan.version
+        self._unrestored, self._unstepped = set(plan.roles), set(plan.roles)
+        self._closed = set(plan.roles).difference(plan.newcomers)
         """Survivors that have not said that they have their communicators."""
 
     def heard(self, message: Restored | Stepped | Reopened) -> Due | None:
@@ -30,15 +45,15 @@ class Progress:
             self.restored[role] = message.pid
             if not _last(self._unrestored, role):
                 return None
-            return "state_restored", {"version": self._version, "pids": dict(self.restored)}
+            return Due("state_restored", {"version": self._version, "pids": dict(self.restored)})
         if isinstance(message, Stepped):
-            return ("resumed", {"version": message.version}) if _last(self._unstepped, role) else None
-        return ("communicators_ready", {}) if _last(self._closed, role) else None
+            return Due("resumed", {"version": message.version}) if _last(self._unstepped, role) else None
+        return Due("communicators_ready", {}) if _last(self._closed, role) else None
 
     @property
-    def awaited(self) -> tuple[str, set[int]]:
-        """What is waited for now, `state` or `step`, and of whom."""
-        return ("state", self._unrestored) if self._unrestored else ("step", self._unstepped)
+    def awaited(self) -> Awaited:
+        """What is waited for now, and of whom."""
+        return Awaited("state", self._unrestored) if self._unrestored else Awaited("step", self._unstepped)
 
     @property
     def all_restored(self) -> bool:
@@ -52,7 +67,7 @@ class Progress:
 
 
 def _last(awaited: set[int], role: int) -> bool:
-    """Whether it was the last of those that were awaited."""
+    """Take a role off `awaited`. Returns whether it was the last."""
     if role not in awaited:
         return False
     awaited.remove(role)

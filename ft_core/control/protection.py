@@ -19,7 +19,8 @@ class Protection:
         self.unprotected = self._never
         """Why scripts run without fault tolerance; empty: they have it, or may yet ask for it."""
         self._so_far = ""
-        """The same of those that may yet ask for it."""
+        """Why scripts run without fault tolerance so far, though they may yet ask for it; empty: nobody has
+        said so."""
 
     @property
     def lacking(self) -> str:
@@ -37,7 +38,7 @@ class Protection:
         self.record()
 
     def asked_for(self) -> None:
-        """All roles take part."""
+        """All roles take part in fault tolerance."""
         self._so_far = ""
 
     def scripts_restart(self) -> None:

@@ -15,7 +15,7 @@ from ft_core.control.cluster_state import ClusterState
 from ft_core.control.completion import Completion
 from ft_core.control.decide import ladder, plans
 from ft_core.control.decide.durable_names import Checkpoints
-from ft_core.control.decide.ladder import Escalation, EscalationCause, Rung
+from ft_core.control.decide.ladder import Escalation, EscalationCause, Failure, Rung
 from ft_core.control.decide.outcomes import NextEpoch
 from ft_core.control.emitter import Emitter
 from ft_core.control.events import End, PrintConsole
@@ -26,6 +26,7 @@ from ft_core.control.observe.observations import FailureCounted, ScriptsDone, Ti
 from ft_core.control.phases import (
     TRANSITIONS,
     Done,
+    Ending,
     Forming,
     Phase,
     Quiescing,
@@ -54,8 +55,8 @@ class RecoveryCoordinator:
     """Takes the job from one epoch to the next, and owns what the parts of the machine know of it."""
 
     def __init__(self, cluster: ClusterState, out: Emitter, ids: Callable[[], str], settled: float) -> None:
-        """`ids`: makes texts that nobody else has. `settled`: the monotonic time in seconds before which an
-        older leader may still be obeyed."""
+        """`ids`: makes texts that nobody else has. `settled`: the time, as of events, before which an older
+        leader may still be obeyed."""
         self.cluster, self.out, self.settled = cluster, out, settled
         self._phase: Phase = Forming()
         self.decision_due = False
@@ -74,12 +75,12 @@ class RecoveryCoordinator:
         self.failure_detector = FailureDetector(cluster)
         self.strikes_changed = False
         """Whether the agents have yet to be told."""
-        self.last_failure: tuple[str, int, Sequence[int]] = "", 1, []
-        """Why, the exit code should it be the last, and the roles that were lost."""
+        self.last_failure = Failure("")
+        """The failure that ended an epoch last."""
         self.escalation: Escalation | None = None
-        """Who begins anew in the next epoch, where it is known that the others cannot go on with those."""
+        """The rung of the ladder that the next epoch tries, where going on in place does not help."""
         self._workers_to_exit: deque[tuple[int, str]] = deque()
-        """Roles whose workers were told to end for that, and their nodes."""
+        """Roles whose workers were told to end for that rung, and their nodes."""
         self.leaving = False
         """Whether SIGTERM has come: what ends because of it is not replaced."""
         self._shortage = ""
@@ -109,7 +110,7 @@ class RecoveryCoordinator:
     # -- epochs --------------------------------------------------------------------------------------
 
     def install_plan(self, plan: m.Plan, own: dict[m.NodeName, m.OwnPlan] | None) -> None:
-        """From now on this plan counts. `own`: what single nodes must know of it; None: another controller
+        """Let this plan count from now on. `own`: what single nodes must know of it; None: another controller
         has made it."""
         self.cluster.plan, self.progress, self.plan_was_inherited = plan, Progress(plan), own is None
         self.delivery.new_plan(own)
@@ -209,9 +210,10 @@ class RecoveryCoordinator:
         `code`: what `ftrun` ends with, should the job end of it. `fault`: of which they have, and the `node`.
         """
         phase, out = self.phase, self.out
-        more: dict[str, Any] = {"fault": fault, "node": node} if fault is not None else {}
+        failure = Failure(reason, tuple(roles), code, fault, node)
+        more = failure.about
         if isinstance(phase, Rebuilding):
-            phase.undone.append((reason, list(roles)))
+            phase.failures.append(failure)
         elif isinstance(phase, Forming | Saving | Done):
             out.record("detected", reason, roles, **more)
             self.decision_due = True
@@ -228,18 +230,18 @@ class RecoveryCoordinator:
             self.escalate(EscalationCause(reason, tuple(roles), code, fault=fault, node=node))
         else:
             self.cluster.attempts_without_progress += 1
-            self.last_failure = reason, code, roles
+            self.last_failure = failure
             self.end_epoch("detected", reason, roles, **more)
 
     def escalate(self, cause: EscalationCause, incompatible: Collection[int] = ()) -> None:
-        """To go on in place does not help: climb the ladder, whose last rung is the end of the job.
+        """Climb the ladder, since going on in place does not help; its last rung is the end of the job.
 
         `incompatible`: roles that provably cannot go on with each other.
         """
         cluster, out, about = self.cluster, self.out, cause.about
         if isinstance(self.phase, Done):
             return
-        if isinstance(self.phase, Saving) or (isinstance(self.phase, Rebuilding) and self.phase.ends):
+        if isinstance(self.phase, Saving) or (isinstance(self.phase, Rebuilding) and self.phase.ending):
             self.fail(cause.reason, cause.roles, **about)
             return
         if self.escalation is not None and not isinstance(self.phase, Running):  # they begin anew already
@@ -271,7 +273,7 @@ class RecoveryCoordinator:
             self.end_epoch("detected", cause.reason, cause.roles, **about)
             out.record("begins_anew", words, cause.roles, rung=escalation.rung)
         elif isinstance(self.phase, Rebuilding):
-            self.phase.undone.append((cause.reason, list(cause.roles)))
+            self.phase.failures.append(cause)
             out.record("begins_anew", words, cause.roles, rung=escalation.rung)
         else:
             out.record("detected", cause.reason, cause.roles, **about)
@@ -289,7 +291,7 @@ class RecoveryCoordinator:
         return self.escalation is not None and self.recovering and self.escalation.replaces(role)
 
     def must_exit(self, role: int, node: m.NodeName) -> None:
-        """A worker is there yet that is to be replaced."""
+        """Note a worker that is still there, and is to be replaced."""
         self._workers_to_exit.append((role, node))
 
     def workers_still_exiting(self) -> bool:
@@ -368,7 +370,7 @@ class RecoveryCoordinator:
         if isinstance(phase, Done) or (isinstance(phase, Saving) and not at_once):
             return
         if isinstance(phase, Rebuilding) and self.cluster.plan is not None and code and not at_once:
-            phase.ends = phase.ends or (code, reason, shown)  # what there is to save will be known
+            phase.ending = phase.ending or Ending(code, reason, shown)  # what there is to save will be known
             return
         if code:
             self.out.emit(PrintConsole(f"ftrun: the job stops: {shown or reason}", "ERROR"))

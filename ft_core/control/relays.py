@@ -28,7 +28,7 @@ Other = m.RouteRequest | m.LeavingRelay
 Client = AsyncChannel[Said | Other | Bundle]
 
 BEATS = 16
-"""In the limit of silence, those that speak for others hear that the controller lives."""
+"""How often, within the limit of silence, those that speak for others hear that the controller lives."""
 _GATHER = 2.0
 """Seconds until which those that are to speak for others may greet, before the others are sent to them."""
 _AGENT = frozenset(get_args(m.FromAgent))
@@ -41,7 +41,7 @@ class Branch:
         """`address`: where it takes them."""
         self.channel, self.address = channel, address
         self.members: dict[int, Peer] = {}
-        """By their numbers there."""
+        """The agents that it speaks for, by their numbers there."""
         self._parts: list[tuple[list[int], bytes]] = []
         self._of: dict[int, int] = {}
         """A message, by its identity -> the part that it is in."""
@@ -79,24 +79,24 @@ class Branch:
 
 
 class Member:
-    """The connection with one of the others: what a controller needs of `AsyncChannel`."""
+    """The connection with a member of a branch: what a controller needs of `AsyncChannel`."""
 
     def __init__(self, tree: Tree, branch: Branch, number: int) -> None:
         self._tree, self._branch, self._number = tree, branch, number
 
     def post_encoded(self, body: bytes) -> None:
-        """As `AsyncChannel.post_encoded`; raises nothing."""
+        """Send a message, as `AsyncChannel.post_encoded` does; raises nothing."""
         self._branch.post(self._number, body)
         self._tree.post(self._branch)
 
     def close(self) -> None:
-        """As `AsyncChannel.close`."""
+        """End the connection, as `AsyncChannel.close` does."""
         if self._number in self._branch.members:
             self.post_encoded(b"")
             asyncio.get_running_loop().call_soon(self._tree.ended, self._branch, self._number)
 
     async def drain(self) -> None:
-        """As `AsyncChannel.drain`."""
+        """Wait until all is sent, as `AsyncChannel.drain` does."""
         await self._branch.channel.drain()
 
 
@@ -125,14 +125,14 @@ class Tree:
         self._branches: list[Branch] = []
         self._turns = count()
         self._waiting: set[Branch] = set()
-        """Those for which there is something."""
+        """Branches for which there is something to send."""
         self._now = 0.0
         """Seconds for which this process was awake: who was stopped itself has heard of nobody's return."""
         self._away: deque[tuple[float, Peer]] = deque()
-        """Those whose connection ended for a reason that says nothing of them, and until when they may come
+        """Members whose connection ended for a reason that says nothing of them, and until when they may come
         back."""
         self._over = False
-        """Whether the job is."""
+        """Whether the job is over."""
         self._came = 0
         """Agents that have come since then."""
 
@@ -153,18 +153,19 @@ class Tree:
         return ""
 
     def leaves(self) -> None:
-        """One that was to stay."""
+        """An agent that was to stay leaves."""
         self._stay -= 1
 
     def opens(self, channel: Client, address: str) -> Branch:
-        """One that stays has greeted."""
+        """An agent that stays, and may speak for others, has greeted."""
         branch = Branch(channel, address)
         self._branches.append(branch)
         self._came += self._over
         return branch
 
     def closes(self, branch: Branch) -> None:
-        """It is gone. The others, if they do not come back, are so as well, after a while."""
+        """An agent that speaks for others is gone. The others, if they do not come back, count as gone as
+        well, after a while."""
         self._branches.remove(branch)
         self._waiting.discard(branch)
         members, branch.members = branch.members, {}
@@ -182,8 +183,9 @@ class Tree:
             self._left(self._away.popleft()[1])
 
     async def end(self, there: Callable[[Peer], bool]) -> None:
-        """Until all have taken what was said last: one that does not, since who speaks for it does not pass
-        it on, comes to hear of the job's end. `there`: whether somebody is the job's, and not there anew."""
+        """Wait until all have taken what was said last: one that does not, since who speaks for it does not
+        pass it on, comes to hear of the job's end. `there`: whether a peer is the job's, and has not come
+        anew."""
         self._over = True
         self.flush()
         for branch in self._branches:
@@ -200,7 +202,7 @@ class Tree:
     # -- what is said ------------------------------------------------------------------------------
 
     def hear(self, branch: Branch, bundle: Bundle) -> None:
-        """What the others say there."""
+        """Take in what members say through a branch."""
         for numbers, body in bundle.parts:
             for number in numbers:
                 if not body:
@@ -247,13 +249,13 @@ class Tree:
         self.post(branch)
 
     def ended(self, branch: Branch, number: int) -> None:
-        """The connection of one of them has."""
+        """The connection of a member has ended."""
         if (peer := branch.members.pop(number, None)) is not None:
             self._tell()
             self._left(peer)
 
     def post(self, branch: Branch) -> None:
-        """It has something to send, with what else comes in this turn of the loop."""
+        """A branch has something to send, with what else comes in this turn of the loop."""
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self.flush)
         self._waiting.add(branch)

@@ -121,14 +121,13 @@ class Reports:
                 recovery.prestart.stepped()
         if due is None:
             return
-        name, about = due
         if isinstance(message, m.Restored) and running:
             out.emit(AllRestored(cluster.epoch, message.version, takeover.share(cluster)))
             recovery.protection.asked_for()
-        if name == "resumed" and running:
-            out.emit(AllStepped(about["version"]))
-        out.record_once(name, **about)
-        if name == "resumed":
+        if due.event == "resumed" and running:
+            out.emit(AllStepped(due.fields["version"]))
+        out.record_once(due.event, **due.fields)
+        if due.event == "resumed":
             cluster.stepped_epoch = out.recorded_in("resumed")
             cluster.compact_catalogue(), cluster.groups.value()  # while nobody waits for it
             if cluster.script_resumes and not out.recorded_in("resumes"):

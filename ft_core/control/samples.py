@@ -16,23 +16,23 @@ class Samples:
         self._lines: list[str] = []
         self._ledger = Ledger(self._lines.append)
         self._epoch = 0
-        """The newest that is entered."""
+        """The newest epoch that is entered."""
         self._waiting: list[Trained] = []
         self._unknown: dict[int, int | None] = {}
         """The versions of epochs that began before all roles had told of their groups."""
 
     def begin(self, cluster: ClusterState) -> list[Effect]:
         """Enter that an epoch has begun; later for the first, in which roles tell of their groups."""
-        state = cluster.current_plan
+        plan = cluster.current_plan
         if not cluster.groups.known:
-            self._unknown[state.epoch] = state.version
-        elif self._epoch != state.epoch:
+            self._unknown[plan.epoch] = plan.version
+        elif self._epoch != plan.epoch:
             start = cluster.settings.start.membership(cluster.groups.membership.groups)
-            for epoch in sorted(set(self._unknown) - {state.epoch}):
+            for epoch in sorted(set(self._unknown) - {plan.epoch}):
                 self._ledger.epoch(epoch, self._unknown[epoch], _json(start))
             self._unknown.clear()
-            self._epoch, cluster.ledger_through = state.epoch, state.ledger_through
-            self._ledger.epoch(state.epoch, state.version, _json(cluster.groups.membership))
+            self._epoch, cluster.ledger_through = plan.epoch, plan.ledger_through
+            self._ledger.epoch(plan.epoch, plan.version, _json(cluster.groups.membership))
         return self._entered()
 
     def trained(self, cluster: ClusterState, message: Trained) -> list[Effect]:

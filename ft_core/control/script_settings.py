@@ -110,12 +110,12 @@ class ScriptSettings:
 
 
 def _answer(question: Configure, error: str = "") -> ConfigureAnswer:
-    """To a worker's settings; `error`: why they cannot be had."""
+    """The answer to a worker's settings; `error`: why they cannot be had."""
     return ConfigureAnswer(worker=question.worker, id=question.id, error=error)
 
 
 def _spares_started(cluster: ClusterState) -> int:
-    """Those that `ftrun` has started, or that have joined since."""
+    """How many spares `ftrun` has started, or have joined since."""
     return max(cluster.settings.spares, len(cluster.nodes.keys() - cluster.roles_by_node.keys()))
 
 

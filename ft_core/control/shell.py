@@ -84,6 +84,7 @@ from ft_core.protocol.messages import (
     Message,
     Pulse,
     RouteRequest,
+    Shutdown,
     ToCtl,
     UseRelay,
 )
@@ -110,11 +111,11 @@ _MAY_SAY: dict[type, tuple[type, ...]] = {
     AgentHello: get_args(FromAgent),
     CtlHello: get_args(FromCtl),
 }
-"""By the greeting, what comes after it."""
+"""What may be said after each kind of greeting."""
 _CLIENTS = OrBundle(FROM_CLIENT)
 
 _DURABLE = b'"event": "durable",'
-"""In a line of `events.jsonl`: a role's part of a checkpoint was written."""
+"""What a line of `events.jsonl` has that tells of a role's part of a checkpoint."""
 
 
 @dataclass
@@ -178,7 +179,7 @@ class Shell:
             settings, self._enter, self._heard, self._heard_together, self._left, self._refusals.add
         )
         self._tables: dict[int, tuple[Hosts, bytes]] = {}
-        """Those that were sent last, by their identity."""
+        """The tables that were sent last, encoded, by the identity of the message."""
         self._arriving = 0
         self._done: asyncio.Future[int | None]
 
@@ -234,7 +235,7 @@ class Shell:
         return code
 
     async def _see_off(self) -> None:
-        """Those that others speak for: they leave who is of no use before they would count as silent."""
+        """Have agents that others speak for leave before who is of no use would count as silent."""
         peers = self.machine.cluster.peers
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.settings.silence_limit):
@@ -278,7 +279,7 @@ class Shell:
         return reply.answer
 
     async def _listen(self) -> tuple[socket.socket, socket.socket]:
-        """For connections, and for pulses at the same port."""
+        """Listen for connections, and for pulses at the same port."""
         if self._leader is not None:
             address = self._leader.address
         else:
@@ -406,14 +407,15 @@ class Shell:
         return known[1]
 
     def _note(self, record: Record) -> None:
-        """For a successor on another machine."""
+        """Leave notes for a successor on another machine."""
         spent, at = record.more.get("spent"), time.time()
         news = spent is not None or self.notes.recorded.get(record.event, 0) < record.epoch
         if self._leader is None or not news:
             return
         recorded = {**self.notes.recorded, record.event: record.epoch}
-        about = (self.notes.spent, self.notes.at) if spent is None else (spent, at)
-        self.notes = Notes(recorded, self._failed_before or 0, *about)
+        if spent is None:
+            spent, at = self.notes.spent, self.notes.at
+        self.notes = Notes(recorded, self._failed_before or 0, spent, at)
         self._leader.renewer.note(self.notes)
 
     def _fail(self, error: Exception) -> None:
@@ -422,9 +424,19 @@ class Shell:
             return
         if self._failed_before is not None and self._failed_before + 1 >= FAILURES:
             log.critical("this controller fails as well", exc_info=error)
-            self._agree(self.machine.handle(Failed(repr(error)), self.clock.now, time.monotonic()))
+            try:
+                effects = self.machine.handle(Failed(repr(error)), self.clock.now, time.monotonic())
+            except Exception:
+                log.critical("nor can it end the job as it should", exc_info=True)
+                effects = self._bare_end()
+            self._agree(effects)
         else:
             self._done.set_exception(error)
+
+    def _bare_end(self) -> list[Effect]:
+        """What ends the job where the machine itself has failed of that: all agents are told, and no more."""
+        told = [Send(peer, Shutdown(code=1)) for peer in self.machine.cluster.peers]
+        return [PrintConsole("ftrun: the job stops: its controller fails, see above", "ERROR"), *told, End(1)]
 
     # -- connections ---------------------------------------------------------------------------
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from ft_core.control.cluster_state import Node, epoch_of
 from ft_core.control.decide import plans
 from ft_core.control.lead import takeover
-from ft_core.control.liveness import strikes
 from ft_core.control.observe.observations import TakenOver, TimeGoes
 from ft_core.control.phases import Rebuilding, Running, Saving
 from ft_core.control.recovery import RecoveryCoordinator
 from ft_core.control.reports import Reports
 from ft_core.protocol import messages as m
+from ft_core.protocol.domains import place
 from ft_core.protocol.goodput import Cause
 
 
 class Succession:
-    """One controller's, of the one before it."""
+    """What one controller takes over from the one before it."""
 
     def __init__(self, recovery: RecoveryCoordinator, reports: Reports) -> None:
         self._recovery, self._reports = recovery, reports
@@ -61,16 +61,16 @@ class Succession:
         """Take over the state of another controller, from an agent that has begun its plan."""
         cluster = self._cluster
         hosts, node.hosts = node.hosts, []
-        state = plans.kept(told.state, hosts)
-        if state.epoch <= cluster.plan_epoch:
+        plan = plans.kept(told.state, hosts)
+        if plan.epoch <= cluster.plan_epoch:
             return  # several were asked
-        cluster.take(state)
+        cluster.take(plan)
         cluster.strikes.take(told.strikes, self._out.now)
         blamed = {strike.place for strike in told.strikes}
         for there in cluster.nodes.values():
-            if strikes.place(there.name) in blamed:  # missed, perhaps, by a leader that was none any more
+            if place(there.name) in blamed:  # missed, perhaps, by a leader that was none any more
                 cluster.strikes.lives(there.name, there.hello.pid)
-        self._recovery.install_plan(state, None)
+        self._recovery.install_plan(plan, None)
         self._recovery.prestart.taken_over(self._out.now)
         for node in list(cluster.nodes.values()):
             if self.turn_away_if_replaced(node):
@@ -92,13 +92,13 @@ class Succession:
         recovery.completion.taken_over()
         recovery.failure_detector.miss(set(plan.nodes) - set(cluster.nodes), phase.heard_at)
         dead = takeover.dead(cluster, plan)
-        for reason, roles in phase.undone:
-            out.record("detected", reason, roles)
+        for failure in phase.failures:  # without its class: the former controller may have recorded that
+            out.record("detected", failure.reason, failure.roles)
         recovery.tell_of_nodes()
         out.send_to_all(recovery.delivery.nodes_without_roles())
         recovery.strikes_changed = True
-        if phase.ends is not None:
-            recovery.end_job(*phase.ends)
-        elif dead or phase.undone or takeover.unbegun(cluster, plan) or cluster.epoch > plan.epoch:
+        if (ending := phase.ending) is not None:
+            recovery.end_job(ending.code, ending.reason, ending.shown)
+        elif dead or phase.failures or takeover.unbegun(cluster, plan) or cluster.epoch > plan.epoch:
             why = "lost while the controller was away" if dead else "recovery was under way"
             recovery.fail(why, dead)

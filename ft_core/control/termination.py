@@ -5,6 +5,7 @@ from __future__ import annotations
 from ft_core.control.cluster_state import Node
 from ft_core.control.node_failures import NodeFailures
 from ft_core.control.phases import Forming, Quiescing, Rebuilding, Waiting
+from ft_core.control.prestart.notices import OTHERS
 from ft_core.control.recovery import RecoveryCoordinator
 from ft_core.process.sigterm import ENDED, GRACE
 from ft_core.protocol.messages import Fault, NodeName, Shutdown
@@ -24,22 +25,25 @@ class Termination:
         self._told: set[NodeName] = set()
         """Nodes that were told; if that is all that there are, the job was."""
         self._to_dismiss: set[NodeName] = set()
-        """Those of them that nobody needs, and that have yet to hear that they may end."""
+        """Nodes that were told to end and that nobody needs, which have yet to hear that they may."""
         self._left: list[tuple[NodeName, float]] = []
         """Nodes of which all workers have ended of it, and when they have said so."""
         self._gone: set[NodeName] = set()
         """Nodes whose workers have ended of it; what they hold is there until they hear that they may end."""
         self._ends: tuple[float, str] | None = None
+        """When the job ends at the latest, and what is said then; None: no node's workers have ended."""
+        self._joined_at = 0.0
+        """When a node came last."""
 
     def on_signal(self) -> None:
-        """This process was told. `ftrun` has it from outside, and passes it on to the agents as well."""
+        """This process got SIGTERM. `ftrun` has it from outside, and passes it on to the agents as well."""
         self._recovery.leaving = self._job_told = True
         if isinstance(self._recovery.phase, Forming):
             self._recovery.end_job(ENDED, "it was told to end (SIGTERM) before it had begun")
 
     def on_node_joined(self) -> None:
-        """There is a node that goes on, until it says that it was told to end as well."""
-        self._recovery.leaving = self._job_told
+        """A node has come: there is one that goes on, until it says that it was told to end as well."""
+        self._recovery.leaving, self._joined_at = self._job_told, self._out.now
 
     def on_node_told(self, node: Node) -> None:
         """A node says that it was told to end."""
@@ -70,8 +74,13 @@ class Termination:
         self._left = [(name, at) for name, at in self._left if now - at <= SIGNAL_LAG]
         for name in due:
             self._node_left(name)
-        if self._ends is not None and now > self._ends[0]:
-            self._recovery.end_job(ENDED, self._ends[1])
+        if self._recovery.leaving:
+            if self._ends is not None and now > self._ends[0]:
+                self._recovery.end_job(ENDED, self._ends[1])
+        elif self._gone and now > self._joined_at + OTHERS:
+            gone, self._gone, self._ends = sorted(self._gone), set(), None
+            for name in gone:  # the job goes on, and they are lost to it
+                self._node_left(name)
 
     def let_go(self) -> None:
         """Where those who are left have to recover first, nodes without workers are in the way. What is left

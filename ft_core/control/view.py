@@ -13,14 +13,23 @@ from ft_core.control.observe.observer import Observer
 from ft_core.control.observe.overview import Overview, overview
 from ft_core.control.phases import Done, Forming
 from ft_core.control.recovery import RecoveryCoordinator
-from ft_core.protocol.messages import JobStatus
+from ft_core.control.slow_nodes import SlowNodes
+from ft_core.protocol.messages import NAMED, JobStatus, SlowRole
 
 
 class JobView:
     """What one controller shows."""
 
-    def __init__(self, recovery: RecoveryCoordinator, hangs: Detector, observer: Observer, pid: int) -> None:
+    def __init__(
+        self,
+        recovery: RecoveryCoordinator,
+        hangs: Detector,
+        slow: SlowNodes,
+        observer: Observer,
+        pid: int,
+    ) -> None:
         """`observer`: of the job. `pid`: of the controller's process."""
+        self._slow = slow
         self._recovery, self._hangs, self._observer, self._pid = recovery, hangs, observer, pid
         self._cluster, self._out = recovery.cluster, recovery.out
         self._counted = risk.Last()
@@ -31,7 +40,7 @@ class JobView:
         return self._observer.account
 
     def numbers(self, wall: float, since_1970: float) -> Numbers:
-        """For metrics, as of now: the same moment by the wall clock and in seconds since 1970."""
+        """The job's numbers for metrics, now: the same moment by the wall clock and in seconds since 1970."""
         cluster, account, counts = self._cluster, self.account, self._observer.metrics
         settings, groups = cluster.settings, cluster.groups.membership.groups
         there = round(groups * len(cluster.places) / settings.world_size)
@@ -69,10 +78,11 @@ class JobView:
             standing=self.standing(wall),
             unprotected=self._recovery.protection.lacking,
             every=cluster.period,
+            stragglers=tuple(self._slow.stragglers.standing_out),
         )
 
     def overview(self, wall: float, since_1970: float) -> Overview:
-        """For the page, likewise."""
+        """What the page shows, now: the same moment by the wall clock and in seconds since 1970."""
         numbers = self.numbers(wall, since_1970)
         finished, suspects = self._recovery.completion.finished, self._hangs.suspects
         return overview(self._cluster, numbers, finished, suspects, self.account.step, self._out.now)
@@ -85,7 +95,7 @@ class JobView:
         return Standing(account.now, None if over else account.since_step(wall), account.patience)
 
     def status(self) -> JobStatus:
-        """For `ftctl status`."""
+        """What `ftctl status` shows."""
         recovery, wall = self._recovery, self._out.wall
         finished = recovery.completion.finished
         status = ctl.status(self._cluster, recovery.phase, finished, self._pid, self._out.now)
@@ -94,4 +104,8 @@ class JobView:
             seconds={str(cause): s for cause, s in self.account.until(wall).items() if s},
             complaint=self.standing(wall).complaint,
             unprotected=recovery.protection.lacking,
+            slow=[
+                SlowRole(found.role, found.node, found.part, found.score)
+                for found in list(self._slow.stragglers.found.values())[:NAMED]
+            ],
         )

@@ -37,13 +37,14 @@ class WorkerFailures:
             return
         if lost.fault is m.Fault.TERMINATED and role in recovery.completion.finished:
             return  # its script was done, and nothing is wanted of it
+        if not starts_ahead and cluster.places.get(role, node.name) != node.name:
+            cluster.worker_died(node, role)
+            return  # it was started ahead of need, by an attempt that is over: who has the role trains on
         recovery.strike(strikes.of_worker(lost, node.name, cluster.trained), node.hello.domain)
         if starts_ahead:
             self._out.emit(*recovery.prestart.fail(cluster, where))
             return
         cluster.worker_died(node, role)
-        if cluster.places.get(role, node.name) != node.name:
-            return  # it was started ahead of need, by an attempt that is over: who has the role trains on
         released = recovery.completion.released
         on_its_own = bool(recovery.protection.unprotected) or released
         if lost.fault is m.Fault.LEFT and (cluster.initial_version is None or on_its_own):
@@ -68,7 +69,13 @@ class WorkerFailures:
         """The script would fail of it again. Should the job end of it, then with the script's exit code."""
         short, code = explain.script_error(lost, self._cluster.job_dir), strikes.exit_code(lost)
         cause = EscalationCause(
-            where, (lost.role,), code, f"\n{lost.traceback}", f"\n{short}", lost.fault, node
+            where,
+            (lost.role,),
+            code,
+            lost.fault,
+            node,
+            traceback=f"\n{lost.traceback}",
+            short=f"\n{short}",
         )
         if lost.fault in strikes.FINAL:
             self._recovery.end_job(code, cause.recorded, cause.said)

@@ -14,6 +14,7 @@ from ft_core.errors import ConfigError
 from ft_core.history import goodput
 from ft_core.history.goodput import Line
 from ft_core.history.lines import OVER, is_event
+from ft_core.protocol.domains import place
 from ft_core.protocol.goodput import Cause, Spent
 
 LONGEST = 10
@@ -127,7 +128,7 @@ def of(directory: str, found: list[Line]) -> History:
         recoveries=list(_recoveries(found, phases)),
         failures=_failures(found),
         avoided={
-            _place(str(line.get("node"))): line["reason"] for line in found if line["event"] == "avoided"
+            place(str(line.get("node"))): line["reason"] for line in found if line["event"] == "avoided"
         },
         counts=counts,
         steps=list(_steps(found)),
@@ -150,12 +151,8 @@ def _failures(lines: Iterable[Line]) -> dict[str, Counter[str]]:
     found: dict[str, Counter[str]] = {}
     for line in lines:
         if line["event"] == "detected" and line.get("fault") and line.get("node"):
-            found.setdefault(_place(line["node"]), Counter())[str(line["fault"])] += 1
+            found.setdefault(place(str(line["node"])), Counter())[str(line["fault"])] += 1
     return found
-
-
-def _place(node: object) -> str:
-    return str(node).partition("+")[0]
 
 
 def _phases(lines: Iterable[Line]) -> Iterator[Phase]:

@@ -46,6 +46,7 @@ from ft_core.node.memory.view import View
 from ft_core.node.workers.standbys import Ready
 from ft_core.node.workers.worker_table import NONE, Worker, WorkerState, WorkerTable
 from ft_core.protocol import messages as m
+from ft_core.protocol.domains import place
 from ft_core.protocol.groups import runs_of, text_of
 from ft_core.protocol.table import hosts_of, pieces
 from ft_core.settings import Settings
@@ -78,7 +79,8 @@ class EpochExecutor:
         self._copies = Copies(about.node)
         self.ready = Ready(about, crew, view)
         self._strikes: tuple[float, list[m.FailureRecord]] = 0.0, []
-        """For a successor of the controller: failures, and when it has told of them."""
+        """What a successor of the controller needs to know: when the controller last told of failures, and
+        which."""
         self._stuck_at = math.inf
         """When workers are killed that have not left their step for this epoch."""
         self._taken: set[int] = set()
@@ -92,11 +94,14 @@ class EpochExecutor:
         self.effects += effects
 
     def post(self, message: m.FromAgent) -> None:
-        """To the controller, if there is one."""
+        """Post a message to the controller, if there is one."""
         self.do(ToController(message))
 
     def say(self, message: m.OfRole) -> None:
         """Post what the controller must know, whichever it is by then."""
+        of_its_worker = isinstance(message, m.WorkerLost | m.Unprotected | m.Finished)
+        if of_its_worker and self.plan is not None and self.plan.roles.get(message.role) == self.about.node:
+            message = msgspec.structs.replace(message, epoch=self.plan_epoch)
         self.said.keep(message, self.now)
         self.post(message)
 
@@ -105,14 +110,14 @@ class EpochExecutor:
         self.do(*self._copies.tick(self.now))
         for worker, version in self._copies.not_compared(self.now):
             self._commit(worker, version)
-        if self.epoch > self.begun and self.now >= self._stuck_at:
+        if self.epoch > self.plan_epoch and self.now >= self._stuck_at:
             self._kill_stuck()
         self._look_for_silent_standbys()
-        if self.plan is not None and self.epoch == self.begun:
+        if self.plan is not None and self.epoch == self.plan_epoch:
             self.do(*self.ready.tick(self.plan, self.settings, self.now))
 
     def use(self, settings: dict[str, Any]) -> None:
-        """The script has brought these, and the controller has checked them."""
+        """Use settings that the script has brought, and the controller has checked."""
         self.configured, self.settings = settings, dataclasses.replace(self.settings, **settings)
         self.do(UseSettings(self.settings))
         self.post(m.Configured(settings))
@@ -120,8 +125,8 @@ class EpochExecutor:
     # -- what this node is, and has ----------------------------------------------------------------
 
     @property
-    def begun(self) -> int:
-        """The epoch of the newest plan; 0 before any."""
+    def plan_epoch(self) -> int:
+        """The epoch of the newest plan that this node has begun; 0 before any."""
         return self.plan.epoch if self.plan else 0
 
     def roles_here(self) -> list[int]:
@@ -142,7 +147,7 @@ class EpochExecutor:
     def read_flight(self, question: m.SendFlight | m.DescribeFlight) -> None:
         """Have the flight records of the workers here read."""
         playing = {worker.number: worker.role for worker in self.crew.playing()}
-        epoch = self.epoch if self.epoch == self.begun else -1
+        epoch = self.epoch if self.epoch == self.plan_epoch else -1
         self.do(ReadFlight(question, self._at_end(), playing, epoch))
 
     def _at_end(self) -> frozenset[int]:
@@ -155,11 +160,16 @@ class EpochExecutor:
         return frozenset(worker.role for worker in self.crew.playing() if waits(worker))
 
     def heartbeat(self) -> m.Heartbeat:
-        """That this node lives, and how far its roles are."""
-        begun = self.plan.id if self.plan else ""
-        beats, replicas = holdings.beats(self.crew, self._view), self._view.replicas()
-        seen = self.epoch, begun, beats, self.idle, replicas, self._view.xids()
-        return m.Heartbeat(*seen, guarding=self.ready.guarding)
+        """The heartbeat: this node lives, and its roles are so far."""
+        return m.Heartbeat(
+            self.epoch,
+            begun=self.plan.id if self.plan else "",
+            roles=holdings.beats(self.crew, self._view),
+            idle=self.idle,
+            replicas=self._view.replicas(),
+            xids=self._view.xids(),
+            guarding=self.ready.guarding,
+        )
 
     @property
     def idle(self) -> int:
@@ -199,7 +209,7 @@ class EpochExecutor:
     def report_if_changed(self) -> None:
         """While nobody waits for it, say what need not be said in a recovery then: all but versions."""
         before, number = self._reported
-        if self.epoch == self.begun and holdings.more_than_versions(
+        if self.epoch == self.plan_epoch and holdings.more_than_versions(
             holdings.changed(before, self.holdings(), number)
         ):
             self.do(Report())
@@ -225,7 +235,7 @@ class EpochExecutor:
     def strikes_here(self) -> list[m.FailureRecord]:
         """What counts against this node, as the controller knows."""
         at, kept = self._strikes
-        where, limit = self.about.node.partition("+")[0], 60 * self.settings.strike_minutes
+        where, limit = place(self.about.node), 60 * self.settings.strike_minutes
         return [s for s in kept if s.place == where and s.age + self.now - at <= limit]
 
     # -- from epoch to epoch -----------------------------------------------------------------------
@@ -246,9 +256,9 @@ class EpochExecutor:
         self.report_if_quiet()
 
     def report_if_quiet(self) -> None:
-        """Once no worker here is inside a step of an older epoch, say what this node holds."""
+        """Report what this node holds, once no worker here is inside a step of an older epoch."""
         quiet = all(worker.quiesced >= self.epoch for worker in self.crew.playing())
-        if quiet and self.reported < self.epoch and self.epoch != self.begun:
+        if quiet and self.reported < self.epoch and self.epoch != self.plan_epoch:
             self.reported = self.epoch
             self.do(Report())
 
@@ -277,7 +287,7 @@ class EpochExecutor:
 
     def begin(self, plan: m.NodePlan) -> None:
         """Begin the epoch of `plan`: give roles to workers, bring their state here, let them go on."""
-        if plan.epoch < self.epoch or plan.epoch == self.begun:
+        if plan.epoch < self.epoch or plan.epoch == self.plan_epoch:
             return  # INV-2 (epoch order)
         before, first = self.roles_here(), not self.epoch
         self.plan, self.epoch, self.parts = plan, plan.epoch, plan.parts
@@ -425,15 +435,15 @@ class EpochExecutor:
         return worker
 
     def prepare_standby(self, worker: Worker) -> None:
-        """It has connected, and is to start a role ahead of need."""
-        plan = self.plan if self.epoch == self.begun else None
+        """Have a worker that has connected start a role ahead of need."""
+        plan = self.plan if self.epoch == self.plan_epoch else None
         now = None if plan is None else msgspec.structs.replace(self._worker_plan(plan), parts=self.parts)
         master = plan.master if plan is not None else ""
         self.do(*self.ready.begins(worker, now, master, self.settings))
 
     def records_found(self, found: RecordsFound) -> None:
         """What the worker of a role elsewhere has on record, which this node guards."""
-        plan = self.plan if self.epoch == self.begun else None
+        plan = self.plan if self.epoch == self.plan_epoch else None
         self.do(*self.ready.records_found(found, plan, self.now))
 
     # -- state -------------------------------------------------------------------------------------
@@ -464,7 +474,7 @@ class EpochExecutor:
 
     def staged(self, worker: Worker, role: int, version: int) -> None:
         """A snapshot is whole, of the role that `worker` plays, or of one that it has adopted."""
-        if self.epoch == self.begun:
+        if self.epoch == self.plan_epoch:
             self.do(*self._copies.staged(worker, role, version, self.epoch, self.now))
 
     def replicated(self, event: Replicated) -> None:
@@ -491,12 +501,20 @@ class EpochExecutor:
         the controller hears of the version before, too."""
         before = max((each for each in worker.sums if each < version), default=None)
         worker.sums = {**({} if before is None else {before: worker.sums[before]}), version: sums}
-        whose = self.begun, worker.role, worker.pid, worker.device
-        self.say(m.Checksums(*whose, worker.sums, self._copies.alike))
+        self.say(
+            m.Checksums(
+                self.plan_epoch,
+                worker.role,
+                worker.pid,
+                worker.device,
+                versions=worker.sums,
+                alike=self._copies.alike,
+            )
+        )
 
     def verified(self, epoch: int, version: int) -> None:
         """All who hold something alike have the same in that version."""
-        if epoch == self.epoch == self.begun:
+        if epoch == self.epoch == self.plan_epoch:
             for worker, safe in self._copies.verified(version):
                 self._commit(worker, safe)
 

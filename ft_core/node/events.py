@@ -65,7 +65,7 @@ class Forked:
 
 @dataclass(frozen=True)
 class WorkerReady:
-    """It has connected: it can be given a role."""
+    """A worker has connected: it can be given a role."""
 
     worker: Number
 
@@ -80,8 +80,8 @@ class FromWorker:
 
 @dataclass(frozen=True)
 class WorkerEnded:
-    """It does nothing any more; `WorkerGone` follows. `code` as of `subprocess`; `version` as of its control
-    words. `out_of_memory`: whether the kernel has ended it for want of memory."""
+    """A worker does nothing any more; `WorkerGone` follows. `code` as of `subprocess`; `version` as of its
+    control words. `out_of_memory`: whether the kernel has ended it for want of memory."""
 
     worker: Number
     code: int
@@ -91,7 +91,8 @@ class WorkerEnded:
 
 @dataclass(frozen=True)
 class WorkerGone:
-    """Its process is no more: the kernel has taken back its memory, devices and ports."""
+    """The process of a worker that has ended is no more: the kernel has taken back its memory, devices and
+    ports."""
 
     worker: Number
 
@@ -117,6 +118,16 @@ class DeviceFound:
     """A device of this node reports something."""
 
     finding: m.DeviceFinding
+
+
+@dataclass(frozen=True)
+class NodeExamined:
+    """What a check of this node has found, as `ExamineNode` wanted it; `findings`: what devices report."""
+
+    checks: tuple[m.NodeCheck, ...]
+    times: dict[str, m.Timing]
+    hardware: str
+    findings: tuple[m.DeviceFinding, ...]
 
 
 @dataclass(frozen=True)
@@ -221,8 +232,8 @@ class RecordsFound:
 Event = (
     Begin | Connected | NotConnected | FromController | Forked | WorkerReady | FromWorker | WorkerEnded
     | WorkerGone | Signalled | Replicated | StateFetched | DurableDone | VersionWritten | DurableListed
-    | FlightRead | Probed | Examined | PeerAsks | RecordsFound | Noticed | DeviceFound | Tick | Terminate
-    | LauncherGone
+    | FlightRead | Probed | Examined | PeerAsks | RecordsFound | Noticed | DeviceFound | NodeExamined | Tick
+    | Terminate | LauncherGone
 )  # fmt: skip
 
 
@@ -238,13 +249,13 @@ class ToController:
 
 @dataclass(frozen=True)
 class Report:
-    """To the controller: `EpochExecutor.report()`, once what stands before this is done. From `BeginEpoch` on
-    no copy comes in that would push out another; what is reported stays."""
+    """Send the controller `EpochExecutor.report()`, once what stands before this is done. From `BeginEpoch`
+    on no copy comes in that would push out another; what is reported stays."""
 
 
 @dataclass(frozen=True)
 class ToWorker:
-    """Nothing happens if it is gone."""
+    """Send a message to a worker; nothing happens if it is gone."""
 
     worker: Number
     message: m.ToWorker
@@ -313,7 +324,7 @@ class UsePlan:
 
 @dataclass(frozen=True)
 class UseSettings:
-    """From now on these settings hold."""
+    """Let these settings hold from now on."""
 
     settings: Settings
 
@@ -460,6 +471,11 @@ class AskRecords:
 
 
 @dataclass(frozen=True)
+class ExamineNode:
+    """Check this node, beside all else: `NodeExamined`."""
+
+
+@dataclass(frozen=True)
 class KillNode:
     """SIGKILL to all that this node has started, and to itself."""
 
@@ -471,14 +487,14 @@ class BecomeSpare:
 
 @dataclass(frozen=True)
 class Say:
-    """To the person at this node's console, unless the controller says it there."""
+    """Print a line for the person at this node's console, unless the controller says it there."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class End:
-    """This node is done: end what is left of it, and this process with this code."""
+    """End this process with this code, and what is left of the node before."""
 
     code: int
 
@@ -487,5 +503,5 @@ Effect = (
     ToController | Report | ToWorker | Start | Kill | Signal | ShowRest | SetApart | Commit | BeginEpoch
     | UsePlan | UseSettings | DropAfter | KeepOnly | Reserve | InvalidateCopy | Replicate | FetchState
     | WriteDurable | WriteVersion | LookForDurable | ReadFlight | WriteStacks | Probe | AskPeer | AnswerPeer
-    | AskRecords | KillNode | BecomeSpare | Say | End
+    | AskRecords | ExamineNode | KillNode | BecomeSpare | Say | End
 )  # fmt: skip

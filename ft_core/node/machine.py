@@ -18,6 +18,7 @@ from typing import assert_never
 from msgspec.structs import replace
 
 from ft_core.node.about import About
+from ft_core.node.admission.checked import Checked, findings
 from ft_core.node.devices.reported import Reported
 from ft_core.node.epochs import EpochExecutor
 from ft_core.node.events import (
@@ -33,6 +34,7 @@ from ft_core.node.events import (
     End,
     Event,
     Examined,
+    ExamineNode,
     FlightRead,
     Forked,
     FromController,
@@ -42,6 +44,7 @@ from ft_core.node.events import (
     KillNode,
     LauncherGone,
     LookForDurable,
+    NodeExamined,
     NotConnected,
     Noticed,
     PeerAsks,
@@ -85,8 +88,8 @@ _TRAINED = 256
 
 
 SAME = 0.2
-"""As a part of the limit of silence: after so long a heartbeat says again what the last one said. That the
-node lives is said by the process beside its agent."""
+"""After which part of the limit of silence a heartbeat says again what the last one said. That the node lives
+is said by the process beside its agent."""
 
 
 class Agent:
@@ -116,12 +119,13 @@ class Agent:
         self.drained = False
         """Whether it was, and nobody needs it any more."""
         self._devices = Reported(60 * settings.strike_minutes)
+        self._checked = Checked()
         self._notice: tuple[str, float] | None = None
         """Why this machine is about to go, and when."""
 
     @property
     def phase(self) -> Phase:
-        """Where its life is."""
+        """The phase of this agent's life."""
         return self._phase
 
     @property
@@ -143,12 +147,19 @@ class Agent:
         return self.epochs.effects
 
     def numbers(self) -> NodeNumbers:
-        """For metrics, as of now."""
+        """The node's numbers for metrics, as of now."""
         beat = self.epochs.heartbeat()
         workers = Counter(worker.doing.name.lower() for worker in self.crew)
         states = {doing.name.lower(): workers[doing.name.lower()] for doing in WorkerState}
-        about = self.about.node, self.about.domain, self._connected, self.epochs.epoch
-        return NodeNumbers(*about, states, beat.roles, len(beat.replicas))
+        return NodeNumbers(
+            self.about.node,
+            self.about.domain,
+            connected=self._connected,
+            epoch=self.epochs.epoch,
+            workers=states,
+            roles=beat.roles,
+            copies=len(beat.replicas),
+        )
 
     def _handle(self, event: Event) -> None:
         match event:
@@ -204,8 +215,11 @@ class Agent:
                 )
                 self._tell_notice()
             case DeviceFound(finding):
-                if self._devices.add(finding, self._now):
-                    self._post(finding)
+                self._report(finding)
+            case NodeExamined(checks=checks, findings=reported):
+                for finding in findings(checks, reported):  # first: whoever hears the answer knows of them
+                    self._report(finding)
+                self._post(self._checked.ended(event, self._now))
             case Tick():
                 self._tick()
             case Terminate():
@@ -241,16 +255,32 @@ class Agent:
         self._connected = self._outage.served = True
         self._beat = -math.inf, None
         about = self.about
-        who = about.node, term, about.pid, about.node_rank, about.domain, about.data
-        # A controller that died may not have answered those, and not have written down these.
+        # A controller that died may not have answered the questions, nor have written down the samples.
         said = [*self.epochs.said.again(self._now), *self._asking.values(), *self._trained]
-        self._post(m.AgentHello(*who, self.epochs.greeting(), said, self.draining, job))
+        self._post(
+            m.AgentHello(
+                about.node,
+                term,
+                about.pid,
+                about.node_rank,
+                about.domain,
+                about.data,
+                holdings=self.epochs.greeting(),
+                said=said,
+                draining=self.draining,
+                job=job,
+            )
+        )
         if self._notice is not None:
             self._tell_notice()
         for finding in self._devices.again(self._now):
             self._post(finding)
         if self._termination.under_way:
             self._post(m.Leaving())
+
+    def _report(self, finding: m.DeviceFinding) -> None:
+        if self._devices.add(finding, self._now):
+            self._post(finding)
 
     def _tell_notice(self) -> None:
         reason, at = self._notice or ("", math.inf)
@@ -353,6 +383,12 @@ class Agent:
             case m.KeepStrikes(strikes):
                 self.epochs.keep_strikes(strikes)
                 self._devices.counts(self.epochs.strikes_here())
+            case m.CheckNode(again):
+                answer = self._checked.asked(again, self._now)
+                if isinstance(answer, m.NodeChecked):
+                    self._post(answer)
+                elif answer:
+                    self._do(ExamineNode())
             case m.SaveVersion():
                 self.epochs.save(message)
             case m.Shutdown(code, drained):
@@ -505,7 +541,7 @@ class Agent:
             self._do(AskPeer(worker.number, question, where.data))
 
     def _ask_worker(self, event: PeerAsks) -> None:
-        """The same from the other side."""
+        """Answer an agent whose worker asks one of this node, by asking that."""
         question = event.question
         if (worker := self.crew.of_role(question.holder)) is None:
             error = f"role {question.holder} has no worker on node {self.about.node}"

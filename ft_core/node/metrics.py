@@ -22,7 +22,7 @@ class NodeNumbers:
     connected: bool
     epoch: int
     workers: Mapping[str, int]
-    """By what they do."""
+    """How many workers do what."""
     roles: Mapping[int, RoleBeat]
     copies: int
     """Segments of others that are kept here."""
@@ -68,4 +68,4 @@ def _ready(found: NodeNumbers) -> Answer:
 
 
 PAGES = {"/metrics": lambda found: metrics(families(found)), "/healthz": lambda _: OK, "/readyz": _ready}
-"""By path."""
+"""The pages, by path."""

@@ -10,7 +10,7 @@ from ft_core.process.transitions import Transitions
 
 @dataclass(frozen=True)
 class Serving:
-    """It does what the controller wants, and looks after its workers."""
+    """The agent does what the controller wants, and looks after its workers."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Farewell:
 
 @dataclass(frozen=True)
 class Over:
-    """It does nothing any more: its process ends, or begins anew as a spare."""
+    """The agent does nothing any more: its process ends, or begins anew as a spare."""
 
 
 Phase = Serving | Farewell | Over

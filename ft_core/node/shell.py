@@ -31,6 +31,8 @@ from ft_core.net import interfaces
 from ft_core.net.transport import TcpTransport
 from ft_core.node import events as e
 from ft_core.node.about import About
+from ft_core.node.admission import examination
+from ft_core.node.admission.child import examined
 from ft_core.node.devices.watch import DeviceWatch
 from ft_core.node.devices.xids import Xids
 from ft_core.node.link.inquiries import Inquiries, records_of, relay
@@ -84,10 +86,9 @@ _STACKS = 10.0
 _LEFT_BEHIND = 10.0
 """Seconds that what workers had started has to end."""
 PATIENCE = 0.25
-"""As a part of the limit of silence: how long an agent waits for the controller's word through another
-agent."""
+"""Which part of the limit of silence an agent waits for the controller's word through another agent."""
 _PORTS = 64
-"""That are tried for metrics."""
+"""Ports that are tried for metrics."""
 _END = 15.0
 """Seconds in which this process ends, whatever its threads wait for."""
 
@@ -146,6 +147,8 @@ class NodeShell:
         self._handling = False
         self._fetching: Counter[int] = Counter()
         """Roles whose state is being brought here, and how often: an epoch that is over may still do so."""
+        self._examinations = 0
+        """Checks of this node that were begun."""
         self._saving = 0
         """Parts of the job's last version that are being written."""
         roles = settings.nproc_per_node
@@ -403,6 +406,8 @@ class NodeShell:
                 self._tasks.spawn(self._ask_records(effect))
             case e.AnswerPeer(number, answer):
                 self._inquiries.answered(number, answer)
+            case e.ExamineNode():
+                self._tasks.spawn(self._examine())
             case e.KillNode():
                 self._kill_node()
             case e.BecomeSpare():
@@ -464,7 +469,7 @@ class NodeShell:
                         made = [await asyncio.to_thread(bring, *about)]
                     took = time.monotonic() - began
                     epochs = self.machine.epochs
-                    if epochs.begun != plan.epoch or epochs.epoch != plan.epoch:
+                    if epochs.plan_epoch != plan.epoch or epochs.epoch != plan.epoch:
                         give_up(made)
                         return
                     found = memory.take(made[0]), made[0]
@@ -547,11 +552,26 @@ class NodeShell:
     async def _ask_peer(self, asked: e.AskPeer) -> None:
         self.pool.post(asked.worker, await asyncio.to_thread(relay, asked, self.transport))
 
+    async def _examine(self) -> None:
+        """Check this node."""
+        settings, environment = self.settings, {**os.environ, **self.machine.about.environment}
+        subject = examination.Subject(self._host, settings.nproc_per_node, settings.world_size, environment)
+        self._examinations += 1
+        path = self._log_dir / f"check-{self._examinations}.jsonl"
+        try:
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+            found = await examined(lambda: self.pool.aside(examination.main, str(path), subject), path)
+        except OSError as error:
+            found = examination.impossible("start", str(error))
+        about = found.times, found.hardware
+        self._handle(e.NodeExamined(tuple(found.checks), *about, tuple(found.findings)))
+
     async def _ask_records(self, asked: e.AskRecords) -> None:
         self._handle(await asyncio.to_thread(records_of, asked, self.transport))
 
     async def _on_storage(self, call: Callable[..., T], *arguments: object) -> T:
-        """In a thread of those that may wait for storage: there are others for the network and for names."""
+        """Call something in one of the threads that may wait for storage: there are others for the network
+        and for names."""
         return await asyncio.get_running_loop().run_in_executor(self._storage, call, *arguments)
 
     # -- the end -------------------------------------------------------------------------------
@@ -574,7 +594,7 @@ class NodeShell:
         await asyncio.to_thread(console().flush, LAST_WORD)
 
     async def _leave_controller(self) -> None:
-        """This connection was the last; those for which this agent speaks go elsewhere."""
+        """Leave the controller; those for which this agent speaks go elsewhere."""
         self._uplink.ends()
         self._relaying.cancel()
         await self._relay.close()
@@ -600,7 +620,7 @@ class NodeShell:
 
 
 def temporary_directory() -> str | None:
-    """For this process's sockets, where whoever has started it has given one."""
+    """The directory for this process's sockets, where whoever has started it has given one."""
     return multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
 
 

@@ -32,7 +32,7 @@ class Termination:
         self._first: set[int] = set()
         """Workers that had a role when the signal came."""
         self._held_until = -math.inf
-        """Until when no worker gets it."""
+        """The time until which no worker gets the signal."""
         self._signalled: set[int] = set()
 
     def begin(self, playing: Iterable[Worker], held_until: float) -> None:
@@ -46,7 +46,7 @@ class Termination:
         self._held_until = math.inf if drained else -math.inf
 
     def pass_on(self, playing: Iterable[Worker], now: float) -> list[Effect]:
-        """Again and again, for those who were not ready for it.
+        """Pass the signal on, again and again for those who were not ready for it.
 
         A worker that has just been given its role ignores the signal still, and the successor of a failed
         one must not die of what its predecessor has survived, before its script is where it handles it.
@@ -57,11 +57,12 @@ class Termination:
         return [Signal(number, even_so=number in self._first) for number in left]
 
     def stay(self, until: float) -> None:
-        """Its workers have ended, or have had their time; what they did is in memory, and may be written."""
+        """Stay without workers, which have ended or have had their time; what they did is in memory, and may
+        be written."""
         self.stays, self.leave_at = True, until + GRACE
 
     def passed_on(self, worker: int) -> None:
-        """That worker has got the signal."""
+        """Note that a worker has got the signal."""
         self._signalled.add(worker)
 
     def explains(self, code: int) -> bool:

@@ -73,6 +73,7 @@ class Overlay:
     def arrives(self) -> None:
         """The script has passed the last step: what it does until its next pass may have been done before."""
         if (calls := self._calls) is not None and calls.tree.passing:
+            calls.settle()
             with calls.real():
                 forget(calls.tree)
             calls.completing = lambda: complete(calls.tree)
@@ -81,6 +82,7 @@ class Overlay:
         """The script makes another call that is no pass, or tells others something: what it has done since is
         to be seen."""
         if self._calls is not None and self._calls.completing is not None:
+            self._calls.settle()
             with self._calls.real():
                 self._calls.completing()
 

@@ -30,6 +30,7 @@ from types import CodeType
 from typing import Any, NoReturn
 
 from ft_core.overlay import references
+from ft_core.overlay.given import Given
 from ft_core.overlay.libraries import Libraries
 from ft_core.overlay.tree import CannotPass, PathLike, Tree
 
@@ -67,12 +68,13 @@ class FileCalls:
         self._open = True
         self._inside = threading.local()
         self._main = threading.get_ident()
-        self._paused: set[tuple[CodeType, int]] = set()
-        """Where the script has paused since its last step forward."""
         self._put: list[tuple[Any, str, Any]] = []
         """Owner, attribute, and what was there."""
         self._turned: dict[int, tuple[Function, Function]] = {}
         """By the original's identity: it, and what stands for it."""
+        self._given = Given(self.turn, lambda: tree.passing)
+        self._paused: set[tuple[CodeType, int]] = set()
+        """Where the script has paused since its last step forward."""
         for module, made in ((os, self._of_os()), (builtins, {"open": self._opening(io.open)})):
             for name, function in made.items():
                 self.turn(module, name, function)
@@ -102,6 +104,11 @@ class FileCalls:
         for owner, name, before in reversed(self._put):
             setattr(owner, name, before)
         self._put.clear()
+
+    def settle(self) -> None:
+        """What the script has given to threads of its own is done before files are real."""
+        if not self._given.done():
+            self.refuse("what it has given to a thread of its own is not done after 10 s")
 
     @contextmanager
     def real(self) -> Iterator[None]:

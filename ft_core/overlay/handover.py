@@ -25,6 +25,11 @@ from ft_core.overlay.tree import CannotPass, Dir, File, Gone, Link, Tree
 
 _LOOKED_AT = 16 << 20
 """Bytes at the end of a file that was appended to, in which what the newcomer wrote is looked for."""
+_NEAR = 1 << 16
+"""Bytes that one who was a step further may have written behind what is looked for."""
+_PACKED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")
+"""How files of gzip, bzip2, xz, Zstandard and zip begin."""
+_LONGEST_MAGIC = 6
 _KEPT_FLAGS = os.O_APPEND | os.O_NONBLOCK | os.O_DSYNC | os.O_SYNC
 
 
@@ -153,8 +158,8 @@ def _have_file(name: str, file: File, moved: bool) -> None:
             upper.seek(file.base)
             more = upper.read()
             size = real.seek(0, os.SEEK_END)
-            real.seek(max(0, size - len(more)))
-            if real.read() != more:
+            real.seek(max(0, size - len(more) - _NEAR))
+            if more not in real.read():  # behind it is what the other wrote in a step that is done again
                 real.write(more)
         return
     beside = f"{name}.ft-{secrets.token_hex(4)}"  # others' processes may have this one's number
@@ -187,9 +192,15 @@ def hand_over(tree: Tree, whole: bool) -> None:
     """Every file that is open for writing in the layer becomes the real one.
 
     What was opened under a name that nobody else has used becomes a real file with all that was written to
-    it. Raises CannotPass where a library's own code has one open, or one is mapped into memory. Nothing is
-    watched any more meanwhile.
+    it. Raises CannotPass where a library's own code has one open, or one is mapped into memory, or a process
+    that the script has forked has opened one. Nothing is watched any more meanwhile.
     """
+    for process in _forked(os.getpid()):
+        own = f"{tree.upper}/{process}."  # what it has of its parent's says nothing: loaders have that, too
+        if any(at.startswith(own) for at in _open_for_writing(tree.upper, process).values()):
+            raise CannotPass(
+                f"a process that it has forked, {process}, has a file open that was there before"
+            )
     files = {file.at: (name, file) for name, file in tree.files().items()}
     for at in _mapped_for_writing(tree.upper) & files.keys():
         raise CannotPass(f"it has {files[at][0]} mapped into memory, and writes to it there")
@@ -229,6 +240,9 @@ def _placed(name: str, file: File, whole: bool) -> bool:
         shutil.copyfile(file.at, name)
         return True
     with open(file.at, "rb") as upper, open(name, "r+b") as real:
+        if _is_packed(file) and (file.base >= 0 or not upper.read().startswith(real.read())):
+            raise CannotPass(f"it has {name} open, whose compressed content cannot be gone on with")
+        upper.seek(0), real.seek(0)
         if file.base < 0:
             place = begun_anew(upper.read(), real.read(), whole)
         else:
@@ -243,16 +257,40 @@ def _placed(name: str, file: File, whole: bool) -> bool:
     return True
 
 
-def _open_for_writing(upper: str) -> dict[int, str]:
-    """Descriptors of this process -> file in the layer."""
+def _is_packed(file: File) -> bool:
+    """Whether what was written to it is a stream in which each byte depends on those before."""
+    with open(file.at, "rb") as upper:
+        upper.seek(max(0, file.base))
+        return upper.read(_LONGEST_MAGIC).startswith(_PACKED)
+
+
+def _open_for_writing(upper: str, process: int | str = "self") -> dict[int, str]:
+    """Descriptors of a process -> file in the layer. None, where it has ended."""
     found: dict[int, str] = {}
-    for entry in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # of the listing itself
-            at = os.readlink(f"/proc/self/fd/{entry}")
-            flags = fcntl.fcntl(int(entry), fcntl.F_GETFL)
-            if at.startswith(f"{upper}/") and flags & os.O_ACCMODE != os.O_RDONLY:
-                found[int(entry)] = at
+    with contextlib.suppress(OSError):
+        for entry in os.listdir(f"/proc/{process}/fd"):
+            with contextlib.suppress(OSError):  # of the listing itself
+                at = os.readlink(f"/proc/{process}/fd/{entry}")
+                if at.startswith(f"{upper}/") and _flags(process, entry) & os.O_ACCMODE != os.O_RDONLY:
+                    found[int(entry)] = at
     return found
+
+
+def _flags(process: int | str, descriptor: str) -> int:
+    """How it was opened."""
+    with open(f"/proc/{process}/fdinfo/{descriptor}") as file:
+        return int(next(line for line in file if line.startswith("flags:")).split()[1], 8)
+
+
+def _forked(process: int) -> Iterator[int]:
+    """Processes that it has started, and those that they have, as far as they live below it."""
+    for thread in os.listdir(f"/proc/{process}/task"):
+        with contextlib.suppress(OSError):  # it has ended
+            with open(f"/proc/{process}/task/{thread}/children") as file:
+                children = [int(child) for child in file.read().split()]
+            for child in children:
+                yield child
+                yield from _forked(child)
 
 
 def _held(upper: str) -> set[str]:

@@ -50,7 +50,7 @@ _RETRY = 0.1
 _ENOUGH = handshake.Handshake.HELLO_BYTES
 """Bytes that a member says first."""
 _AT_ONCE = 1024
-"""That are accepted before anything else is done."""
+"""Connections that are accepted before anything else is done."""
 _LOOK = 1.0
 """Seconds between two looks for those who have been silent for too long."""
 
@@ -165,7 +165,7 @@ class _Porch:
         self._listener, self._secret = listener, secret
         self._name = listener_of(listener.getsockname())
         self._outside: dict[str, dict[int, _Outside]] = {}
-        """By where they come from, the oldest first."""
+        """Connections that are not members yet, by where they come from, the oldest first."""
         self._may, self._since = float(MAX_GUESTS), time.monotonic()
         """Strangers that may come in, as of that time."""
         self._epoll = select.epoll()
@@ -317,7 +317,7 @@ async def serve(
     who: str,
     connected: Callable[[Connection], Coroutine[Any, Any, None]],
 ) -> None:
-    """The same for an event loop, until cancelled: a task runs `connected` for each. Closes `sock`."""
+    """Serve in an event loop, until cancelled: a task runs `connected` for each connection. Closes `sock`."""
     loop = asyncio.get_running_loop()
     with sock, contextlib.closing(_Porch(sock, secret)) as porch:
         while True:  # those who came in last are pending by now
@@ -338,7 +338,7 @@ async def serve(
 
 
 async def _something(loop: asyncio.AbstractEventLoop, porch: _Porch) -> None:
-    """Until somebody comes or says something, or a while is over."""
+    """Wait until somebody comes or says something, or a while is over."""
     happens = asyncio.Event()
     loop.add_reader(porch.fileno(), happens.set)
     try:

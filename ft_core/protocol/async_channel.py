@@ -1,4 +1,4 @@
-"""The same connection for asyncio."""
+"""A channel for asyncio: the connection that `channel` has for threads."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class AsyncChannel(Generic[T]):
         timeout: float = handshake.SECONDS,
         patience: float = 0.0,
     ) -> AsyncChannel[T]:
-        """As `Channel.connect`. `patience`: seconds more that it may take once somebody is there, who may
-        have thousands to talk to."""
+        """Connect, as `Channel.connect` does. `patience`: seconds more that it may take once somebody is
+        there, who may have thousands to talk to."""
         connection = Connection()
         try:
             return await cls._connect(connection, address, secret, receives, timeout, patience)
@@ -92,7 +92,7 @@ class AsyncChannel(Generic[T]):
 
     @classmethod
     async def accept(cls, connection: Connection, secret: bytes, receives: Decoder[T]) -> AsyncChannel[T]:
-        """As `Channel.accept`; for what `acceptor.serve` calls."""
+        """Accept, as `Channel.accept` does; for what `acceptor.serve` calls."""
         sock = connection.transport.get_extra_info("socket")
         peer = peer_name(sock, sock.family)
         hands = Handshake(secret, peer, listener_of(sock.getsockname()), client=False)
@@ -140,7 +140,7 @@ class AsyncChannel(Generic[T]):
         self.post_encoded(encode(message))
 
     def post_encoded(self, body: bytes) -> None:
-        """The same, of a message that was encoded once for several peers."""
+        """Send a message that was encoded once for several peers, as `post` does."""
         transport = self._connection.transport
         if self.closing:
             raise ConnectionResetError(f"the connection to {self.peer} is closed")
@@ -156,7 +156,7 @@ class AsyncChannel(Generic[T]):
         await self.drain()
 
     async def drain(self) -> None:
-        """Until there is room for more. Raises ConnectionError."""
+        """Wait until there is room for more. Raises ConnectionError."""
         try:
             await self._connection.drain()
         except (OSError, EOFError) as error:
@@ -226,7 +226,7 @@ class AsyncChannel(Generic[T]):
         self._connection.ends_first()
 
     def say_no_more(self) -> None:
-        """Once the peer has read all of it, it finds that this was the end."""
+        """Let the peer find, once it has read all, that this was the end."""
         if not self.closing:
             self._said_all = True
             self._connection.transport.write_eof()

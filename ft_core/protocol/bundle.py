@@ -72,7 +72,7 @@ class OrBundle(Decoder[T | Bundle]):
         self._other = other
 
     def decode(self, body: bytes | bytearray, sender: str) -> T | Bundle:
-        """As `Decoder.decode`."""
+        """Decode a message, as `Decoder.decode` does, or a bundle."""
         if body[:1] == KIND:
             return unpack(body, sender)
         return self._other.decode(body, sender)
@@ -85,5 +85,5 @@ class Raw(Decoder[bytes]):
         pass
 
     def decode(self, body: bytes | bytearray, sender: str) -> bytes:
-        """As `Decoder.decode`; it raises nothing."""
+        """Take a message as it is, and raise nothing."""
         return bytes(body)

@@ -216,7 +216,8 @@ class Channel(Generic[T]):
         return False
 
     def abort(self) -> None:
-        """From any thread: whoever is blocked in this channel gets ConnectionError. `close` is still due."""
+        """End the connection, from any thread: whoever is blocked in this channel gets ConnectionError.
+        `close` is still due."""
         shut(self._sock)
 
     def close(self) -> None:

@@ -135,14 +135,14 @@ class Connection(asyncio.Protocol):
             self._waiter = None
 
     async def exactly(self, count: int) -> bytes:
-        """So many bytes. Raises as `want`."""
+        """Receive so many bytes. Raises as `want`."""
         while len(self.buffer) < count:
             self.want(count)
             await self.more()
         return bytes(self.take(count))
 
     async def drain(self) -> None:
-        """Until there is room for more to be written. Raises EOFError or OSError once it has ended."""
+        """Wait until there is room for more to be written. Raises EOFError or OSError once it has ended."""
         await self._writable.wait()
         if self._lost and self._end is not None:
             raise self._end

@@ -1,10 +1,20 @@
-"""Failure domains as text, the widest level first: `switch-2/rack-7/node-13`. One word is one level."""
+"""Names of places: nodes, and the failure domains that they are in.
+
+A failure domain is text, the widest level first: `switch-2/rack-7/node-13`. One word is one level.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 SEPARATOR = "/"
+_UNIQUE = "+"
+
+
+def place(node: str) -> str:
+    """The machine that a node's agent runs on: the agent's name without what tells it from those before it on
+    that machine (`settings.unique`)."""
+    return node.partition(_UNIQUE)[0]
 
 
 def domain_of(node: str, domains: Mapping[str, str]) -> str:

@@ -60,7 +60,7 @@ def segment_id(holders: Sequence[int]) -> str:
 
 
 def roles_in(text: str) -> tuple[range, ...]:
-    """Inverse of `text_of`. Raises ProtocolError."""
+    """The roles that a text of `text_of` names. Raises ProtocolError."""
     if text.isdecimal() and text.isascii() and len(text) < 10:
         return (range(int(text), int(text) + 1),)
     return _roles_in(text)
@@ -89,7 +89,7 @@ class GroupId:
 
     @classmethod
     def of(cls, members: Iterable[int], ordinal: int) -> GroupId:
-        """From roles in any order."""
+        """The id of a group of these roles, in any order."""
         return cls(runs_of(members), ordinal)
 
     @classmethod
@@ -113,7 +113,7 @@ class Series:
 
     group: GroupId
     pair: tuple[int, int] | None = None
-    """For point-to-point operations: the roles that send and receive. None: for the whole group."""
+    """The roles that send and receive, of point-to-point operations. None: for the whole group."""
     step: int | None = None
     """Where a script issues operations between training steps: how many it had done."""
     section: str = ""
@@ -132,7 +132,7 @@ class Series:
         return role in (self.group if self.pair is None else self.pair)
 
     def at(self, step: int | None) -> Series:
-        """The same in another step."""
+        """The same series in another step."""
         return replace(self, step=step)
 
     def __str__(self) -> str:
@@ -169,7 +169,7 @@ RecordCount = Series | Steps | Ended
 
 
 def series_of(tally: RecordCount) -> Series:
-    """That it is about."""
+    """The series that a count is about."""
     return tally if isinstance(tally, Series) else tally.series
 
 

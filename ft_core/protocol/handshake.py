@@ -27,8 +27,8 @@ from ft_core.protocol.framing import Frames
 
 SECONDS = 5.0
 PATIENCE = 30.0
-"""The same for members: thousands of them may come at once to a machine that is slow."""
-VERSION = 26
+"""Seconds for the handshake of members: thousands of them may come at once to a machine that is slow."""
+VERSION = 27
 """The version of the protocol: another number as soon as any message, or the way it is sent, is another."""
 
 FRESH = 60.0
@@ -129,6 +129,6 @@ class Handshake:
             raise AuthenticationError(f"{self._peer} does not know this job's secret: not talking to it")
 
     def frames(self) -> Frames:
-        """For what is said from now on."""
+        """The frames for what is said from now on."""
         up, down = self._mac(b"key up"), self._mac(b"key down")
         return Frames(up, down, self._peer) if self._client else Frames(down, up, self._peer)

@@ -16,13 +16,13 @@ T = TypeVar("T")
 ASKS = 5.0
 """Seconds that a client may take to ask."""
 SECONDS = 5.0
-"""That the event loop may take to answer."""
+"""Seconds that the event loop may take to answer."""
 FRESH = 0.5
 """Seconds for which numbers are good, whoever asks."""
 
 
 class Answer(NamedTuple):
-    """To a request."""
+    """An answer to a request."""
 
     code: int
     body: bytes

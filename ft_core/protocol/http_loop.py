@@ -67,7 +67,7 @@ class Connection(H11Protocol):
             next(iter(self._known)).drop()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is answered, or gone."""
+        """A request is answered, or who made it is gone."""
         self._known.pop(self, None)
         self.resume_writing()
         super().connection_lost(exc)
@@ -101,7 +101,7 @@ async def serve(
     pages: Mapping[str, Callable[[T], Answer]],
     site: Site | None,
 ) -> None:
-    """Until it is closing. The listener is closed then."""
+    """Serve until it is closing. The listener is closed then."""
     loop = asyncio.get_running_loop()
     routes = [_numbers(numbers, path, page) for path, page in pages.items()]
     if site is not None:

@@ -48,7 +48,7 @@ class Server:
         self._closing: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def start(self, directory: Path) -> None:
-        """In a thread; the base URL is in the directory's file `http` soon."""
+        """Serve in a thread; the base URL is in the directory's file `http` soon."""
         threading.Thread(target=self._run, args=(directory / NAME,), name="ft-http", daemon=True).start()
 
     def _run(self, path: Path) -> None:

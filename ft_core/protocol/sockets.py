@@ -233,7 +233,7 @@ def _on_loopback(sock: Any) -> bool:
 
 
 def peer_name(sock: Any, family: int) -> str:
-    """For messages: who is at the other end."""
+    """The other end's name, for messages."""
     try:
         if family == socket.AF_UNIX:
             return f"unix:{sock.getsockname() or sock.getpeername()}"
@@ -257,12 +257,13 @@ def _set_kernel_timeout(sock: socket.socket, option: int, end: float | None) -> 
 
 
 def lost(peer: str, error: OSError) -> ConnectionResetError:
-    """That a connection ended, and of what."""
+    """The error that says that a connection ended, and of what."""
     return ConnectionResetError(f"connection to {peer} lost: {error.strerror or error}")
 
 
 def receive(sock: socket.socket, view: memoryview, end: float | None, peer: str) -> int:
-    """At least one byte into `view`, as many as come until it is full or `end` (time.monotonic) is there."""
+    """Receive at least one byte into `view`, as many as come until it is full or `end` (time.monotonic) is
+    there."""
     try:
         _set_kernel_timeout(sock, socket.SO_RCVTIMEO, end)
         count = sock.recv_into(view, len(view), socket.MSG_WAITALL)
@@ -278,7 +279,7 @@ def receive(sock: socket.socket, view: memoryview, end: float | None, peer: str)
 
 
 def receive_exactly(sock: socket.socket, count: int, end: float | None, peer: str) -> bytes:
-    """So many bytes, before `end`."""
+    """Receive so many bytes before `end`."""
     data = memoryview(bytearray(count))
     have = 0
     while have < count:

@@ -41,7 +41,7 @@ def hosts_of(places: Places, nodes: Nodes) -> dict[NodeName, Host]:
 
 
 def placed(hosts: Iterable[Host]) -> tuple[dict[int, NodeName], dict[NodeName, NodeAddress]]:
-    """Inverse of `hosts_of`."""
+    """Roles and nodes, from the hosts that `hosts_of` has made of them."""
     nodes, places = {}, {}
     for host in hosts:
         nodes[host.name] = NodeAddress(host.data, host.domain or host.name)
@@ -69,7 +69,7 @@ def changes(before: Plan, now: Plan) -> tuple[list[NodeName], list[Host]]:
 
 
 def moved_roles(before: Places, now: Places) -> set[int]:
-    """Those that are elsewhere, there no more, or new."""
+    """Roles that are elsewhere, there no more, or new."""
     if list(before) == list(now):
         pairs = zip(now, before.values(), now.values(), strict=True)
         return {role for role, old, new in pairs if old is not new and old != new}

@@ -29,7 +29,7 @@ Checksum = Annotated[int, Meta(ge=0)]
 Token = Annotated[str, Meta(min_length=1, max_length=64)]
 """Names a transfer that has begun."""
 Seconds = Annotated[float, Meta(gt=0)]
-"""Until the caller gives up."""
+"""Seconds until the caller gives up."""
 Index = Annotated[int, Meta(ge=0, lt=1 << 40)]
 """The index of a chunk."""
 RUN = 4

@@ -137,6 +137,10 @@ class Word(IntEnum):
     """Worker: bytes of its GPU that were free when it had started its role ahead of need."""
     DEVICE_MEMORY = 10
     """Worker: all bytes of that GPU."""
+    DATA_NS = 11
+    """Worker: of its last step's time, what it waited for its data."""
+    COPIES_NS = 12
+    """Worker: and what it waited for copies."""
 
 
 def word_of_loss(loss: float) -> int:

@@ -24,6 +24,7 @@ from ft_core.protocol.channel import Channel
 from ft_core.protocol.messages import TO_WORKER, Fault, ScriptFailed
 from ft_core.settings import Command
 from ft_core.worker import (
+    build_locks,
     cuda_fork,
     device_memory,
     faults,
@@ -36,6 +37,7 @@ from ft_core.worker import (
     tracking,
     unprotected,
 )
+from ft_core.worker.data_waits import data_waits
 from ft_core.worker.logs import played, redirect, take_over
 from ft_core.worker.ordinary import exit_code
 from ft_core.worker.recovery import Ahead
@@ -142,6 +144,8 @@ def _play(
     watch = unprotected.install(session)
     first_use.install(session)
     marks.install()
+    build_locks.install(session.overlay.real)
+    data_waits.install()
     cuda_fork.check()
     for install in plugins.load(plugins.HOOKS):
         install()

@@ -167,7 +167,7 @@ class WorkerMachine:
             case StepSafe(version):
                 if version >= self.hold_at and isinstance(self.state, Training):
                     self._go(Holding(self._now + HOLD_LIMIT))
-                    self._say(m.PausedAtStep(self.epoch, self.role))
+                    self._say(m.PausedAtStep(self.epoch, self.role, version))
             case PartDone(part, version, last):
                 if isinstance(self.state, Training):
                     self._go(AtEnd(part, last))

@@ -30,6 +30,7 @@ from ft_core.protocol.groups import GroupId
 from ft_core.state.memory import IN_OPTIMIZER, Word, word_of_loss
 from ft_core.worker import bit_flip, imports, marks
 from ft_core.worker import events as e
+from ft_core.worker.data_waits import data_waits
 from ft_core.worker.groups import Groups
 from ft_core.worker.in_place import InPlace
 from ft_core.worker.logs import played, printed
@@ -76,6 +77,8 @@ class Session:
         self._unprotected: str | None = None
         """Why nothing is, if so."""
         self._control = shell.control
+        self._waited_in_step = 0
+        """Nanoseconds for which the step under way has waited for copies."""
         self.job_dir: Path = shell.job_dir
         """Where all processes of the job write."""
         self.groups = Groups(shell)
@@ -387,7 +390,9 @@ class Session:
                 raise failure
             time.sleep(pause)
             pause = min(2e-3, pause * 1.5)
-        self._control[Word.WAITED_NS] += time.monotonic_ns() - started
+        waited = time.monotonic_ns() - started
+        self._control[Word.WAITED_NS] += waited
+        self._waited_in_step += waited
 
     def optimizer_begins(self) -> None:
         """The barrier is passed: from here on the state changes. Raises EpochChanged if it was not.
@@ -421,6 +426,8 @@ class Session:
         now = time.monotonic_ns()
         if recovery.step_began:
             self._control[Word.STEP_NS] = now - recovery.step_began
+        self._control[Word.DATA_NS] = data_waits.take()
+        self._control[Word.COPIES_NS], self._waited_in_step = self._waited_in_step, 0
         recovery.step_began = now
         shell.is_at(shell.version + 1)
         if timeline.running:

@@ -84,7 +84,7 @@ def test_who_holds_the_others_up_is_told_from_those_who_wait(tmp_path: Path) -> 
 
         (line,) = job.until(stragglers, "somebody who stands out")
         name, score = line.split()
-        assert name == 'ft_straggler_score{role="3"}' and float(score) > 2.0
+        assert name == 'ft_straggler_score{part="compute",role="3"}' and float(score) > 2.0
         with request.urlopen(f"{url}/api/stream", timeout=30) as stream:
             lines = iter(stream.readline, b"")
             state = next(line for line in lines if line.startswith(b"data: "))

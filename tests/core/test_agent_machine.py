@@ -471,7 +471,7 @@ def test_nobody_obeys_an_older_epoch(training: Node):
     training.hear(m.Abort(3))
     assert not training.hear(m.Abort(2)) and not training.hear(m.Abort(3))
     assert not training.hear(plan(2))
-    assert training.agent.epochs.epoch == 3 and training.agent.epochs.begun == 1
+    assert training.agent.epochs.epoch == 3 and training.agent.epochs.plan_epoch == 1
 
 
 def test_a_plan_that_overtakes_its_abort_begins_all_the_same(training: Node):
@@ -759,7 +759,7 @@ def test_memory_for_a_snapshot_is_announced_before_the_worker_has_it(training: N
 def test_a_worker_that_ends_is_told_of_and_replaced(code: int, training: Node):
     training.handle(e.WorkerEnded(training.number(), code, 4))
     how = ("killed by SIGKILL", code, m.Fault.KILLED) if code < 0 else ("exit code 1", code, m.Fault.EXITED)
-    assert training.said(m.WorkerLost) == [m.WorkerLost(0, 1000, *how, 4, 0)]
+    assert training.said(m.WorkerLost) == [m.WorkerLost(0, 1000, *how, 4, 0, epoch=1)]
     assert training.effects(e.Start) == [e.Start(2, -1)]
 
 
@@ -818,7 +818,10 @@ PASSED_ON: list[m.FromRole] = [
 
 @pytest.mark.parametrize("said", PASSED_ON, ids=lambda said: type(said).__name__)
 def test_what_a_worker_says_to_the_controller_goes_on_as_it_is(training: Node, said: m.FromRole):
-    assert e.ToController(said) in training.worker(said)
+    effects = training.worker(said)
+    if isinstance(said, m.Unprotected | m.Finished):  # a role's next worker may say the same
+        said = replace(said, epoch=1)
+    assert e.ToController(said) in effects
     assert isinstance(said, m.OperationCounts | m.Issued) or said in training.greeting().said
 
 

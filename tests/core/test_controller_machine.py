@@ -38,6 +38,7 @@ from ft_core.control.phases import Forming
 from ft_core.control.prestart.attempts import PAUSE
 from ft_core.leadership.lease import first_epoch
 from ft_core.node.memory.holdings import changed
+from ft_core.process import sigterm
 from ft_core.protocol.goodput import Spent
 from ft_core.protocol.groups import runs_of, text_of
 from ft_core.protocol.messages import (
@@ -140,7 +141,7 @@ class Agent:
         """How often others were asked about it."""
         self.step_now = 1
         """Of its roles, as its beats say."""
-        self.own_s = 0.0
+        self.own_s = self.data_s = 0.0
         self.loss: float | None = None
         self.xids: dict[int, int] = {}
         self.layouts: dict[int, RoleLayout] = {}
@@ -210,7 +211,7 @@ class Agent:
 
     def beat(self) -> list[Effect]:
         sent = {"h2h_bytes": 0, "h2h_snapshots": 0, "own_s": self.own_s, "loss": self.loss}
-        sent |= {"waited_s": self.waited, "copy_s": self.copying}
+        sent |= {"waited_s": self.waited, "copy_s": self.copying, "data_s": self.data_s}
         beat = {"tag": 1, "committed": self.committed, "step_s": 0.1, **sent}
         roles = {
             role: RoleBeat(pid=pid, step=self.step_now, held=self.versions.get(role, []), **beat)
@@ -1137,6 +1138,30 @@ def test_a_job_all_of_whose_nodes_are_told_to_end_waits_for_nobody() -> None:
         job[name].say(Left())
     job.wait(0.2)
     assert job.ends() == End(143) and not job.records_of("detected")
+
+
+def test_a_node_that_comes_lets_a_job_go_on_whose_other_nodes_were_all_told_to_end() -> None:
+    job = ControlPlane(nodes=2)
+    job.all_step(1)
+    for name in ("node0", "node1"):
+        job[name].say(Leaving())
+    job["node0"].say(Left())
+    job.wait(0.2)
+    assert job.phase == "running" and not job.records_of("detected"), "node1's workers may handle it"
+    told = job["node0"]
+    job.join("node2")
+    job.wait(0.5)
+    assert job.phase == "running", "it may be told to end as well"
+    job.wait(0.7)
+    assert told.heard[-1] == Shutdown(143)
+    del job.agents["node0"]
+    [lost] = job.records_of("detected")
+    assert lost.reason == "node node0 lost: it was told to end (SIGTERM)" and lost.roles == (0,)
+    job.all_report()
+    assert job.controller.cluster.places == {0: "node2", 1: "node1"}
+    job.all_step(2)
+    job.wait(sigterm.GRACE + 1)
+    assert job.phase == "running" and job.done is None
 
 
 def test_a_successor_asks_another_agent_if_one_does_not_tell() -> None:

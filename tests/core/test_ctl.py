@@ -19,11 +19,12 @@ from harness import ROOT
 from ft_core.cli import ctl, events, nodes, status, top
 from ft_core.cli.ask import DeniedError, Line
 from ft_core.cli.doctor import job as doctor
-from ft_core.cli.doctor.case import Case, Level
+from ft_core.cli.doctor.case import Case
 from ft_core.control.cluster_state import Node
 from ft_core.control.events import Arriving, Disconnected, Received, Send
 from ft_core.control.machine import Controller
 from ft_core.control.phases import Running
+from ft_core.node.admission.findings import Level
 from ft_core.protocol import messages as m
 from ft_core.protocol.codec import encode
 from ft_core.protocol.goodput import Cause
@@ -58,7 +59,7 @@ class Large:
                 name, 1, 100 + number, number, at[name].domain, at[name].data, _NOBODY, [], False, ""
             )
             node = Node.of(number, hello, 0.0)
-            node.idle = 1 if number < hosting else PER_NODE + number % 2
+            node.waiting = 1 if number < hosting else PER_NODE + number % 2
             roles = range(number * PER_NODE, (number + 1) * PER_NODE) if number < hosting else ()
             node.beats = {r: m.RoleBeat(r, 500, 500, [499, 500], 500, 2.0, 0.0, 0, 0) for r in roles}
             kept = [(role - PER_NODE) % len(places) for role in roles]
@@ -180,7 +181,7 @@ def test_all_of_100_000_roles_comes_in_pieces(large: Large, ftctl: Any) -> None:
     found = json.loads(ftctl("status", "--json"))
     assert large.asked == 1 + 100 + 1
     about = ["epoch", "phase", "controller_pid", "complaint", "unprotected", "seconds"]
-    assert list(found) == [*about, "every", "finished", "roles", "spares"]
+    assert list(found) == [*about, "every", "slow", "finished", "roles", "spares"]
     assert [row["role"] for row in found["roles"]] == list(range(102_400))
     row = found["roles"][57]
     assert (row["node"], row["held"]) == (large.names[7], [499, 500])

@@ -154,6 +154,13 @@ def test_files_that_a_page_names_are_there() -> None:
     assert not gone, "\n".join(gone)
 
 
+def test_the_pages_are_short() -> None:
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "api"]
+    assert len(pages) > 20
+    words = {page.name: len(re.findall(r"\S*\w\S*", page.read_text())) for page in pages}
+    assert sum(words.values()) <= 25_000, f"say it once, or link: {words}"
+
+
 def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) < 150
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "recipes" / "megatron" / "README.md"):

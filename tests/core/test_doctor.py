@@ -25,8 +25,10 @@ from ft_core.cli import ctl
 from ft_core.cli.doctor import case as doctor_case
 from ft_core.cli.doctor import job as doctor_job
 from ft_core.cli.doctor import machine, network, software
-from ft_core.cli.doctor.case import Case, Finding, Level
+from ft_core.cli.doctor.case import Case
 from ft_core.control.events import Received
+from ft_core.node.admission import limits, nccl
+from ft_core.node.admission.findings import Finding, Level
 from ft_core.protocol.messages import AskStatus, JobStatus, Unprotected
 from ft_core.settings import Command, Settings
 from ft_deepspeed.doctor import FRAMEWORK as DEEPSPEED
@@ -168,7 +170,8 @@ def test_a_running_job_that_is_not_protected() -> None:
     ],
 )
 def test_versions(name: str, version: str, level: str) -> None:
-    assert only(software.versions(Case(versions={name: version}, frameworks=FRAMEWORKS))).level == level
+    case = Case(versions={name: version}, frameworks=FRAMEWORKS)
+    assert only(iter([*software.versions(case), *nccl.nccl_version(case)])).level == level
 
 
 @pytest.mark.parametrize(
@@ -194,7 +197,7 @@ def test_versions(name: str, version: str, level: str) -> None:
 )
 def test_nccl(environment: dict[str, str], gpus: int, levels: list[str]) -> None:
     case = Case(environment=environment, gpus=gpus)
-    found = [*software.nccl_errors(case), *software.nccl_threads(case), *software.nccl_waits(case)]
+    found = [*nccl.nccl_errors(case), *nccl.nccl_threads(case), *software.nccl_waits(case)]
     assert [f.level for f in found] == levels
 
 
@@ -214,7 +217,7 @@ def test_interfaces(variable: str, value: str, level: str, tmp_path: Path) -> No
     for name in ("lo", "eth0", "ib0"):
         (tmp_path / "sys/class/net" / name).mkdir(parents=True)
     case = Case(environment={variable: value}, root=tmp_path)
-    assert only(software.interfaces(case)).level == level
+    assert only(nccl.interfaces(case)).level == level
 
 
 def test_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +283,7 @@ def test_out_of_memory(root: Path) -> None:
 
 def test_limits(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def level(name: str) -> Level:
-        return named(machine.limits(Case(settings=SETTINGS, root=root)), name).level
+        return named(limits.limits(Case(settings=SETTINGS, root=root)), name).level
 
     unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     monkeypatch.setattr(resource, "getrlimit", lambda _: unlimited)
@@ -301,7 +304,7 @@ def test_processors(root: Path) -> None:
 
 
 def test_shared_memory() -> None:
-    assert [f.name for f in machine.shared_memory(Case())] == ["shared memory"]  # it can be mapped here
+    assert [f.name for f in limits.shared_memory(Case())] == ["shared memory"]  # it can be mapped here
 
 
 def test_controllers_address() -> None:

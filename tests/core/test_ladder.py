@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from core.test_controller_machine import ControlPlane, lose, lose_all
+from core.test_controller_machine import tell as tell_plan
 from core.test_hang_detector import Hanging
+from msgspec.structs import replace
 
 from ft_core.control.decide.ladder import Escalation, Rung, next_rung
 from ft_core.control.events import End, Terminate
@@ -357,6 +359,30 @@ def test_a_script_that_goes_on_with_something_else_begins_with_what_it_has_saved
     ends(job)
     assert rungs(job) == ["restart"] and began(job) == (None, "initial", [0, 1])
     assert not job.controller.view.numbers(0.0, 0.0).unprotected
+
+
+def test_what_is_said_again_of_workers_that_were_replaced_counts_no_more() -> None:
+    """Their agent has yet to begin the plan: it repeats what it had said before."""
+    job = ControlPlane(nodes=2, max_restarts=3)
+    job.all_step(5)
+    lost = replace(job["node1"].crash(1), step=5, epoch=1)
+    job["node0"].say(replace(leaves(0), epoch=1))
+    job["node1"].say(lost)
+    ends(job)
+    assert rungs(job) == ["restart"]
+    for again in (replace(leaves(0), epoch=1), m.Finished(0, epoch=1)):
+        job["node0"].greet([again])
+    assert not job.controller.view.numbers(0.0, 0.0).unprotected
+    assert not job.controller._recovery.completion.finished
+    job.start_controller()
+    job["node0"].greet([replace(leaves(0), epoch=1)])
+    job["node1"].greet([lost])
+    job.wait(0.1)
+    tell_plan(job)
+    job.wait(0.2)
+    assert job.phase == "running" and len(job.records_of("detected")) == 1
+    job["node0"].say(replace(leaves(0), epoch=job.controller.cluster.epoch))
+    assert job.controller.view.numbers(0.0, 0.0).unprotected
 
 
 def test_a_script_goes_on_with_something_else_as_an_epoch_ends() -> None:

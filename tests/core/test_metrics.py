@@ -18,7 +18,6 @@ from typing import Any
 from unittest.mock import ANY
 from urllib import request
 
-import msgspec
 import pytest
 from core.test_controller_machine import ControlPlane
 from harness import environment
@@ -143,26 +142,15 @@ def test_a_device_that_has_failed_is_named() -> None:
 
 
 def test_who_holds_the_others_up_is_named_with_a_score() -> None:
-    def own(*seconds: float) -> dict[int, RoleBeat]:
-        return {
-            role: msgspec.structs.replace(beat(5, committed=5), own_s=each)
-            for role, each in enumerate(seconds)
-        }
-
-    assert stragglers.scores([own(1.0, 1.1, 1.0, 1.2)]) == {} == stragglers.scores([own(), own(0.0, 0.0)])
-    assert stragglers.scores([own(1.0, 1.1, 2.2, 0.0, 1.5, 1.0)]) == {2: 2.0, 4: 1.36}
-    assert stragglers.scores([own(0.001, 0.002, 0.01)]) == {}, "of such short steps that is nothing"
-    assert stragglers.scores([own(1.0, 1.6)]) == {1: 1.6}
-    many = stragglers.scores([own(*[1.0] * 200, *range(2, 102))])
-    assert list(many) == list(range(299, 299 - stragglers.MOST, -1))
-
-    job = recovered()
+    job = recovered(groups=2)
     assert not [name for name in samples(job) if name.startswith(("ft_straggler", "ft_xid_total"))]
-    for name, own_s in (("node0", 0.5), ("node2", 0.9)):
-        job[name].own_s = own_s
+    for name, own_s, data_s in (("node0", 0.5, 0.0), ("node2", 0.5, 0.4)):
+        job[name].own_s, job[name].data_s = own_s, data_s
         job[name].beat()
-    assert samples(job)['ft_straggler_score{role="1"}'] == 1.8
-    assert job.controller.view.overview(job.now, job.now).job()["stragglers"] == [(1, "node2", 1.8)]
+    job.wait(stragglers.EVERY)
+    assert samples(job)['ft_straggler_score{part="data",role="1"}'] == 1.8
+    shown = job.controller.view.overview(job.now, job.now).job()["stragglers"]
+    assert shown == [(1, "node2", 1.8, "data")]
 
 
 def test_errors_of_gpus_are_counted_by_their_number() -> None:

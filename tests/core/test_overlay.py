@@ -273,6 +273,25 @@ def test_what_may_have_been_done_before_is_done_once(tmp_path: Path, done: int) 
     }
 
 
+def test_a_line_is_not_added_again_where_the_other_was_a_step_further(tmp_path: Path) -> None:
+    """The other's line of the step that is done again is behind it."""
+    (tmp_path / "rows").write_text("step 1\nstep 2\nstep 3\n")
+    run(
+        tmp_path,
+        """
+        begin()
+        def add(line):
+            with open("rows", "a") as file: file.write(line)
+        overlay.passes()
+        add("step 1\\n")
+        overlay.arrives()
+        add("step 2\\n")
+        overlay.end()
+        """,
+    )
+    assert (tmp_path / "rows").read_text() == "step 1\nstep 2\nstep 3\n"
+
+
 def test_nobody_waits_again_but_for_what_is_looked_at_again_and_again(tmp_path: Path) -> None:
     text = """
         import threading, time
@@ -390,6 +409,32 @@ def test_a_file_that_is_mapped_is_not_gone_on_with(tmp_path: Path) -> None:
     assert picture(tmp_path) == before
 
 
+@pytest.mark.parametrize("mode", ["at", "wt"])
+def test_a_compressed_file_is_gone_on_with_where_it_is_the_same_to_the_byte(
+    mode: str, tmp_path: Path
+) -> None:
+    """The time in its header is another one, and one that is appended to is behind."""
+    text = f"""
+        import bz2, gzip
+        at = "rows.gz"
+        def opened():
+            return gzip.open(at, {mode!r})
+        predecessor = opened()
+        predecessor.write("one"), predecessor.flush()
+        before = open(at, "rb").read()
+        gzip.time.time = lambda: 1
+        begin()
+        rows = opened()
+        overlay.passes()
+        rows.write("one")
+        overlay.arrives(), overlay.end()
+    """
+    said = run(tmp_path, text, code=9)
+    assert said.startswith("refused: it has ") and "rows.gz open" in said
+    same = text.replace("gzip.open", "bz2.open").replace("rows.gz", "rows.bz2")
+    run(tmp_path, f"{same}\n        rows.close()\n        assert bz2.open(at, 'rt').read() == 'one'")
+
+
 def test_threads_and_forked_processes_of_the_script_are_watched(tmp_path: Path) -> None:
     (tmp_path / "old").write_text("real")
     run(
@@ -434,6 +479,68 @@ def test_a_forked_process_that_outlives_the_layer_writes_for_real(tmp_path: Path
     run(tmp_path, text)
     assert (tmp_path / "written later").read_text() == "late"
     assert (tmp_path / "old").read_text() == "real, later"
+
+
+@pytest.mark.parametrize("gives", ["future", "loop", "thread", "queue"])
+def test_what_is_given_to_a_thread_in_a_passed_step_is_done_in_the_layer(gives: str, tmp_path: Path) -> None:
+    """It is behind the script: nothing of it is done once more when files are real."""
+    (tmp_path / "metrics").write_text("one\ntwo\n")
+    text = """
+        import asyncio, queue, threading
+        from concurrent.futures import ThreadPoolExecutor
+        begin()
+        held = threading.Event()
+        def add(line):
+            held.wait()
+            with open("metrics", "a") as file: file.write(f"{line}\\n")
+        async def add_soon(line): add(line)
+        pool, loop, lines = ThreadPoolExecutor(1), asyncio.new_event_loop(), queue.Queue()
+        threading.Thread(target=loop.run_forever, daemon=True).start()
+        def take():
+            while True: add(lines.get())
+        threading.Thread(target=take, daemon=True).start()
+        def give(line):
+            if GIVES == "future": pool.submit(add, line)
+            if GIVES == "loop": asyncio.run_coroutine_threadsafe(add_soon(line), loop)
+            if GIVES == "thread": threading.Thread(target=add, args=(line,)).start()
+            if GIVES == "queue": lines.put(line)
+        overlay.passes()
+        give("one"), give("two")
+        threading.Timer(0.2, held.set).start()
+        overlay.arrives()
+        give("three")
+        overlay.end()
+        give("four")
+        lines.put("five") if GIVES == "queue" else pool.shutdown()
+        while len(open("metrics").read().split()) < 4: pass
+    """
+    run(tmp_path, text.replace("GIVES", repr(gives)))
+    assert (tmp_path / "metrics").read_text().split()[:4] == ["one", "two", "three", "four"]
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_a_forked_process_that_has_a_file_of_the_layer_open_is_not_gone_on_with(
+    opens: bool, tmp_path: Path
+) -> None:
+    """It would go on with a file that nobody sees any more. What it has of its parent's is no harm."""
+    (tmp_path / "metrics").write_text("one\ntwo\n"), (tmp_path / "log").write_text("one\n")
+    text = f"""
+        begin()
+        log = open("log", "w")
+        rows = open("rows", "w")
+        read, write = os.pipe()
+        ready, written = os.pipe()
+        if (child := os.fork()) == 0:
+            file = open("metrics", "w") if {opens} else open("new", "w")
+            os.close(written), os.close(write), os.read(read, 1)
+            os._exit(0)
+        os.close(read), os.close(written), os.read(ready, 1)
+        overlay.passes(), overlay.arrives(), overlay.end()
+        os.close(write), os.waitpid(child, 0)
+    """
+    said = run(tmp_path, text, code=9 if opens else 0)
+    assert ("refused: a process that it has forked" in said) == opens
+    assert (tmp_path / "metrics").read_text() == "one\ntwo\n"
 
 
 def test_libraries_that_write_by_a_name(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from ports import free_port
 from processes import children
 
 from ft_core.cli.launcher import Launcher
+from ft_core.control.shell import Shell
 from ft_core.errors import FAILED_NOTE, AuthenticationError, ProtocolError
 from ft_core.process import refusals
 from ft_core.process.tasks import Tasks
@@ -309,6 +310,24 @@ def test_a_controller_that_fails_is_replaced_and_fails_for_good_when_it_meets_th
     assert said.count("AssertionError: role 0 tells of its state") == 3, "a traceback of each"
     assert "ftrun: the job stops: 3 controllers in a row have failed, this one of AssertionError(" in said
     assert codes == [1], "the nodes were not told"
+
+
+def test_a_controller_whose_machine_cannot_even_end_the_job_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """The next one would fail as well, and so on without end."""
+    settings = job(tmp_path / "job", free_port())
+    shell, before = Shell(settings, tmp_path / "job", failed_before=2), signal.getsignal(signal.SIGTERM)
+
+    def handle(*_: Any) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(shell.machine, "handle", handle)
+    try:
+        assert asyncio.run(shell.run()) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)  # a controller that ends ignores it
+    assert "ftrun: the job stops: its controller fails" in capfd.readouterr().err
 
 
 def test_an_agent_that_fails_as_it_starts_is_started_again_a_few_times(

@@ -12,7 +12,7 @@ from ft_core.comm import flight as recording
 from ft_core.comm.flight import FlightRecorder
 from ft_core.comm.flight_memory import SLOTS
 from ft_core.node.devices.xids import Xids
-from ft_core.node.workers.own_time import EVERY, STEPS, OwnTimes, own_seconds
+from ft_core.node.workers.own_time import EVERY, STEPS, OwnTime, OwnTimes, own_time
 from ft_core.protocol.groups import GroupId
 from ft_core.state.memory import ControlBlock, Word, loss_of, word_of_loss
 
@@ -39,7 +39,10 @@ class Role:
         self.now += seconds
         self.recorder.end(slot)
 
-    def done(self) -> None:
+    def done(self, data: float = 0.0, copies: float = 0.0) -> None:
+        """Of the step's time, so much was spent waiting for data, and for copies."""
+        self.control[Word.DATA_NS] = int(data * SECOND)
+        self.control[Word.COPIES_NS] = int(copies * SECOND)
         self.control[Word.STEP_NS] = int((self.now - self._began) * SECOND)
         self.control[Word.VERSION] += 1
         self.recorder.step, self._began = self.control[Word.VERSION], self.now
@@ -49,6 +52,11 @@ class Role:
         self.waits(waits)
         self.now += own / 2
         self.done()
+
+
+def own_seconds(control: ControlBlock) -> float | None:
+    found = own_time(control)
+    return None if found is None else found.computing
 
 
 @pytest.fixture
@@ -67,6 +75,16 @@ def test_what_is_waited_for_is_not_its_own(role: Role) -> None:
     role.now += 2.0
     role.done()
     assert own_seconds(role.control) == pytest.approx(2.0), "it was alone"
+
+
+def test_waiting_for_data_and_for_copies_is_not_computing(role: Role) -> None:
+    role.now += 1.0
+    role.waits(0.5)
+    role.done(data=0.25, copies=0.5)
+    assert own_time(role.control) == pytest.approx((0.25, 0.25))
+    role.now += 2.0
+    role.done(data=1.5)
+    assert own_time(role.control) == pytest.approx((0.5, 1.5)), "it was alone"
 
 
 def test_operations_side_by_side_are_waited_for_once(role: Role) -> None:
@@ -102,19 +120,19 @@ def test_it_is_told_when_it_is_known_and_when_it_changes(role: Role) -> None:
         for each in own:
             role.step(each, 0.5)
             now += EVERY
-            told.append(times.of(7, role.control))
+            told.append(times.of(7, role.control).computing)
         return told
 
     times.of(7, role.control)
     assert steps(*[0.5] * (STEPS + 1)) == [0.0] * STEPS + [0.5]
-    assert steps(0.52, 30.0, 0.5, 0.51, 0.5) == [0.5] * 5, "a checkpoint, and what is not notable"
+    assert steps(0.504, 30.0, 0.5, 0.503, 0.5) == [0.5] * 5, "a checkpoint, and what is not notable"
     assert steps(0.9, 0.9, 0.9)[-1] == pytest.approx(0.9)
     role.epoch = 2
     role.recorder.begins(2)
     assert steps(5.0) == [0.0], "in this step there was a recovery"
     assert steps(*[0.4] * STEPS)[-1] == pytest.approx(0.4)
     times.forget(7)
-    assert times.of(7, role.control) == 0.0
+    assert times.of(7, role.control) == OwnTime(0.0, 0.0)
 
 
 def test_errors_of_gpus_are_counted(tmp_path: Path) -> None:

@@ -367,7 +367,7 @@ def test_records_are_dropped_again_when_the_group_does_not_come() -> None:
 def hold(worker: Worker) -> None:
     worker.hear(m.PauseAfterStep(1, 5))
     assert worker.do(e.StepSafe(4)) == [] and worker.state == Training()
-    assert worker.do(e.StepSafe(5)) == [e.Send(m.PausedAtStep(1, 0))]
+    assert worker.do(e.StepSafe(5)) == [e.Send(m.PausedAtStep(1, 0, 5))]
     assert worker.state == Holding(worker.now + HOLD_LIMIT) and worker.machine.deadline is not None
 
 

@@ -139,7 +139,7 @@ def test_a_step_ends_though_nobody_comes_back(tmp_path: Path, monkeypatch: pytes
     assert agent.shell.machine.hold_at == 2
     step(agent)
     assert agent.shell.machine.state == Training() and agent.shell.machine.hold_at == machine.NEVER
-    wait_for_value(lambda: agent.of(PausedAtStep), [PausedAtStep(1, 0)])
+    wait_for_value(lambda: agent.of(PausedAtStep), [PausedAtStep(1, 0, 2)])
 
 
 def test_who_asks_for_a_record_hears_that_the_epoch_is_over(tmp_path: Path) -> None:

@@ -45,6 +45,10 @@ class SimController(Process):
         self._unwritten: list[Call] = []
         """Lines of files, as their disk is full."""
         self.code: int | None = None
+        self.told_sick: dict[str, float] = {}
+        """Machines that are, as nodes of theirs have said to this controller, and since when."""
+        self.unanswered: dict[int, float] = {}
+        """Connections of nodes that were asked whether they are well, and when."""
         self.wild = False
         """Whether its clock is worse than clocks may be."""
         self.acts_late = False
@@ -197,6 +201,16 @@ class SimController(Process):
             if len(self._together) == 1:
                 self.later(self.world.rng.random() * _COMPANY, self._take_together)
 
+    def _note_checks(self, event: ev.Event) -> None:
+        """What is about to be heard of them."""
+        said = [(event.peer, event.message)] if isinstance(event, ev.Received) else []
+        for peer, message in event.messages if isinstance(event, ev.MessageBatch) else said:
+            node = self.machine.cluster.peers.get(peer)
+            if isinstance(message, m.NodeChecked):
+                self.unanswered.pop(peer, None)
+                if node is not None and any(c.soundness is m.Soundness.SICK for c in message.checks):
+                    self.told_sick[node.name.partition("+")[0]] = self.world.now - message.age
+
     def _take_together(self) -> None:
         messages, self._together = [said for said in self._together if said[0] in self.links], []
         if messages:
@@ -225,7 +239,10 @@ class SimController(Process):
                 if not isinstance(message, m.Heartbeat):
                     self.world.trace(f"{self.name} <- ", ev.Received(peer, message))
         self._handled = self.world.now
+        self._note_checks(event)
         effects = self.machine.handle(event, self.awake, self._handled)
+        asked = (effect for effect in effects if isinstance(effect, ev.Send))
+        self.unanswered |= {e.peer: self.world.now for e in asked if isinstance(e.message, m.CheckNode)}
         self._time.check(self.machine.view.account, self.world.now)
         self.job.decides(self, effects)
         if self.acts_late and decides(effects):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ft_core.control import events as ev
+from ft_core.node.admission.child import LIMIT
 from ft_core.worker.states import NoRole, StartUp
 
 from .invariants import Invariant
@@ -64,6 +66,8 @@ class Errors:
     stray: Stray | None = None
     sick: set[str] = field(default_factory=set)
     """Machines with a device that has reported something, or failed."""
+    sick_from_the_start: set[str] = field(default_factory=set)
+    """Machines that are sick when they come."""
     diverged: set[SimWorker] = field(default_factory=set)
     """Who did something else than the others once, and is in no exchange of theirs."""
     _known: set[tuple[int, int]] = field(default_factory=set)
@@ -134,7 +138,12 @@ class Errors:
             failure.decided |= failure.role in moved
         used = set(cluster.current_plan.roles.values()) | self.job.drained
         spare = [n for n in cluster.nodes.values() if n.name not in used and n.idle > 0]
-        others = [node.name for node in spare if self._against(_machine(node.name), 2 * _SLACK) == 0]
+        others = [
+            node.name
+            for node in spare
+            if self._against(_machine(node.name), 2 * _SLACK) == 0
+            and _machine(node.name) not in self.sick_from_the_start | self.job.slow.taken_out
+        ]
         lost = Counter(before[role] for role in moved if role in before)
         for role, name in moved.items():
             home = before.get(role, "")
@@ -148,8 +157,9 @@ class Errors:
                     f"{name} has failed {count} times, and role {role} is on it, not on {others}",
                 )
             if role in before:
+                self._is_admitted(controller, role, name, others)
                 self._on_a_sound_device(controller, role, name, others)
-            if _machine(home) in self.sick:
+            if _machine(home) in self.sick | self.sick_from_the_start | self.job.slow.taken_out:
                 continue  # others are better
             if self.job.shape.policy != "wait" or home == name or home not in cluster.nodes:
                 continue
@@ -158,6 +168,16 @@ class Errors:
                 raise Invariant.PLACES.broken(
                     f"role {role} leaves {home}, which has a worker for it and has failed {count} times",
                 )
+
+    def _is_admitted(self, controller: SimController, role: int, name: str, others: list[str]) -> None:
+        """A role was given to a node: is it known to be well, or is there no other?"""
+        cluster, now = controller.machine.cluster, self.job.world.now
+        told = controller.told_sick.get(_machine(name), -math.inf)
+        there = [other for other in others if other not in cluster.draining]
+        if there and now - told < self.job.settings.strike_minutes * 60 * 0.9:
+            raise Invariant.ADMITTED.broken(f"role {role} is on {name}, which is sick, and not on {there}")
+        if now - controller.unanswered.get(cluster.nodes[name].peer, -math.inf) < LIMIT:
+            raise Invariant.ADMITTED.broken(f"role {role} is on {name}, which is being checked")
 
     def _on_a_sound_device(self, controller: SimController, role: int, name: str, others: list[str]) -> None:
         """A role was given to a node: is there a device for it that has not failed, or no other?"""

@@ -349,6 +349,13 @@ def sicken(job: SimJob, rng: Random) -> None:
             job.world.at(rng.choice((0.0, 0.3, 3.0)), lambda: node.reports(xid, device))
 
 
+def slow_down(job: SimJob, rng: Random) -> None:
+    """A machine is slow, or a role wherever it is; for a while, or for good."""
+    node, role = some(job, rng), rng.randrange(job.training.roles)
+    if node is not None:
+        job.slow.begin(rng, role if rng.random() < 0.3 else node.machine_name)
+
+
 def flip(job: SimJob, rng: Random) -> None:
     """A bit of a role's state flips, once it has made one of its next versions."""
     if not job.flipped:
@@ -423,6 +430,18 @@ def join(job: SimJob, rng: Random) -> None:
     """A node more."""
     if len(job.live()) < job.shape.nodes + job.shape.spares + 2:
         job.join()
+
+
+def join_sick(job: SimJob, rng: Random) -> None:
+    """A node more, whose devices compute wrongly; perhaps one that is well, after it; and nodes are lost."""
+    if len(job.live()) < job.shape.nodes + job.shape.spares + 3:
+        job.join()
+        job.world.trace(f"{job.nodes[-1].name} is sick")
+        job.errors.sick_from_the_start.add(job.nodes[-1].machine_name)
+    if rng.random() < 0.7:
+        job.join()
+    for _ in range(rng.choice((0, 1, 1, 2))):
+        job.world.at(rng.choice((0.1, 1.0, 3.0, 8.0, 8.0)), lambda: kill_node(job, rng))
 
 
 def disaster(job: SimJob, rng: Random) -> None:
@@ -585,9 +604,18 @@ def schedule(job: SimJob, rng: Random) -> float:
     elif job.shape.sick:
         faults = faults | {sicken: sum(faults.values()) // 2, join: 4}
         moments = (*MOMENTS, "DeviceFinding", "KeepStrikes", "Drain", "Prepare")
+    elif job.shape.slows:
+        faults = faults | {slow_down: sum(faults.values()), join: 4}
+        moments = (*MOMENTS, "KeepStrikes", "Drain", "Prepare", "SendHeartbeat")
+    elif job.shape.checks:
+        faults = faults | {join_sick: sum(faults.values()) // 2, join: 4}
+        moments = (*MOMENTS, "DeviceFinding", "KeepStrikes", "Drain", "Prepare", "CheckNode", "NodeChecked")
     elif job.shape.drains:
         faults = faults | {drain: sum(faults.values()) // 2, join: 4}
         moments = (*MOMENTS, "Drain", "Prepare", "SendHeartbeat", "NodesChanged")
+    if job.shape.slows:  # one is, before anything else is wrong, and perhaps until it is moved
+        job.world.at(at, lambda: slow_down(job, rng))
+        at += rng.choice((1.0, 16.0, 18.0, 30.0))
     for _ in range(count):
         fault = rng.choices(list(faults), list(faults.values()))[0]
 

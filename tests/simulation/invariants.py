@@ -43,6 +43,12 @@ class Invariant(Enum):
     DRAINS = 23, "a drain moves roles between two steps, to nodes that stay, does no step again, and ends"
     PHASES = 24, "a machine goes from phase to phase as its table says: it raises by itself"
     SAVED = 25, "a job that ends leaves the newest version that its nodes hold on storage, or says why not"
+    SLOW = (
+        26,
+        "who is slow is named, and nobody else; its node is taken out where there is a better one, and no "
+        "machine and no role moves for that twice in an hour",
+    )
+    ADMITTED = 27, "no node is given a role that is known to be sick, while another is there, or under check"
 
     @property
     def number(self) -> str:

@@ -28,6 +28,7 @@ from .control import SimController, decides
 from .errors import Errors, moved
 from .invariants import Invariant
 from .node import SimNode
+from .slowness import Slowness
 from .storage import Storage, preloaded
 from .time_account import TimeAccount
 from .training import Content, Training
@@ -86,6 +87,10 @@ class Shape:
     """As their machines are about to go, and not as somebody asks for it."""
     sick: bool = False
     """As devices of theirs report something, or fail."""
+    slows: bool = False
+    """As roles on them are slow."""
+    checks: bool = False
+    """Who joins is checked first, and may be sick."""
     ready: bool = False
     """Standbys start roles ahead of need."""
     relays: bool = False
@@ -157,6 +162,8 @@ class SimJob:
             ready_standbys=shape.per_node if shape.ready else 0,
             max_restarts=shape.restarts,
             verify=shape.verifies,
+            straggler="replace" if shape.slows else "report",
+            preflight="joining" if shape.checks else "off",
             **({} if shape.brings else self.wanted),
         )
         groups = 1 if shape.adopts else shape.groups
@@ -209,6 +216,7 @@ class SimJob:
         """The role and the version of whose state a bit flips."""
         self.poison: tuple[int, int] | None = None
         """A role, and the version at whose beginning its worker dies, whoever plays it."""
+        self.slow = Slowness(self)
         self.errors = Errors(self)
         self.diverges = False
         """Whether a script that is started again does something else than its peers have on record."""
@@ -431,6 +439,7 @@ class SimJob:
         """With all that it held."""
         self._exposed.add(node.machine_name)
         self.errors.node_gone(node)
+        self.slow.node_gone()
         self.beyond |= len(self._exposed) > self.shape.replicas
 
     def record(self, controller: SimController, event: ev.Record) -> None:
@@ -445,6 +454,7 @@ class SimJob:
                 if node.name == found[1]:
                     self._is_lost(node, event.reason, controller)
         self._drains(controller, event)
+        self.slow.record(controller, event)
         if event.event == "joined":
             self._joined[event.more["node"]] = self.world.now
         if event.event == "controller_restarted":
@@ -879,6 +889,8 @@ class SimJob:
             self._groups_return()
             self._drains_end()
             self._notices_are_followed()
+            if self.shape.slows:
+                self.slow.check_the_end()
         self.steps = self.training.newest + _STEPS
         world.run(world.now + _LIMIT, lambda: self.over)
         if not self.over:

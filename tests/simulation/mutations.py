@@ -11,10 +11,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ft_core.control.cluster_state import ClusterState
+from ft_core.control.cluster_state import ClusterState, Node
 from ft_core.control.decide import ladder, outcomes, plans, version_choice
 from ft_core.control.decide.last_version import LastVersion
 from ft_core.control.decisions import Decisions
+from ft_core.control.device_findings import DeviceFindings
 from ft_core.control.events import Record
 from ft_core.control.final_save import FinalSave
 from ft_core.control.liveness.failure_detector import FailureDetector
@@ -328,7 +329,7 @@ def the_same_error_is_tried_for_ever() -> None:
 
 def strikes_never_decay() -> None:
     """What was long ago counts against a node as well."""
-    Strikes._current = lambda self, now: self._all  # type: ignore[method-assign]
+    Strikes._current = Strikes._kept = lambda self, now: self._all  # type: ignore[method-assign]
 
 
 def a_death_is_as_new_as_the_word_of_it() -> None:
@@ -465,6 +466,11 @@ def a_device_that_has_failed_is_like_any_other() -> None:
     ClusterState.faulted = lambda self, now: {}  # type: ignore[method-assign]
 
 
+def who_was_moved_is_forgotten() -> None:
+    """A role that is slow wherever it is goes from node to node."""
+    Strikes.moved_as_slow = lambda self, now: ""  # type: ignore[method-assign]
+
+
 def who_is_drained_is_forgotten_by_a_new_controller() -> None:
     """Nobody tells it."""
     Draining.greeted = lambda self, cluster, node, known: []  # type: ignore[method-assign]
@@ -575,6 +581,7 @@ DRAINED: dict[str, Callable[[], None]] = {
         roles_move_at_any_time,
         a_notice_is_heard_once,
         a_device_that_has_failed_is_like_any_other,
+        who_was_moved_is_forgotten,
         who_is_drained_is_forgotten_by_a_new_controller,
     )
 }
@@ -599,6 +606,28 @@ FLIPPED: dict[str, Callable[[], None]] = {
     )
 }
 """Of jobs in which a bit flips."""
+
+
+def a_sick_node_is_like_any_other() -> None:
+    """What its check has found leads to nothing."""
+    found = DeviceFindings.found
+
+    def mutated(self: DeviceFindings, node: Node, finding: m.DeviceFinding) -> None:
+        if finding.symptom is not m.Symptom.OTHER:
+            found(self, node, finding)
+
+    DeviceFindings.found = mutated  # type: ignore[method-assign]
+
+
+def who_is_being_checked_is_used() -> None:
+    """A node has idle workers as soon as it has come."""
+    Node.idle = property(lambda self: self.waiting)  # type: ignore[assignment, method-assign]
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    mutation.__name__: mutation for mutation in (a_sick_node_is_like_any_other, who_is_being_checked_is_used)
+}
+"""Of what is checked of nodes that join."""
 
 ELECTED: dict[str, Callable[[], None]] = {
     mutation.__name__: mutation

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ft_core.leadership import lease
 from ft_core.node import events as ev
 from ft_core.node.about import About
+from ft_core.node.admission.child import LIMIT
 from ft_core.node.machine import Agent
 from ft_core.node.memory.view import Words
 from ft_core.protocol import messages as m
@@ -335,7 +336,7 @@ class SimNode(Process):
     def _do(self, effect: ev.Effect) -> None:
         match effect:
             case ev.ToController(message):
-                if isinstance(message, m.Suspect) and message.epoch != self.machine.epochs.begun:
+                if isinstance(message, m.Suspect) and message.epoch != self.machine.epochs.plan_epoch:
                     raise Invariant.LINKS.broken(
                         f"{self.name} suspects a link in an epoch without a plan: {message}"
                     )
@@ -408,6 +409,8 @@ class SimNode(Process):
                 self.later(0.01, lambda: self.handle(ev.FlightRead(m.Flights(number, logs))))
             case ev.WriteStacks(number, _, end):
                 self.later(0.1, lambda: self.handle(ev.Examined(number, end)))
+            case ev.ExamineNode():
+                self._examine()
             case ev.KillNode():
                 self.kill()
             case ev.BecomeSpare():
@@ -456,6 +459,16 @@ class SimNode(Process):
                 content = copy[1]
                 targets = self._targets(wanted, plan, adopter)
         self._push(wanted, targets, content, failed)
+
+    def _examine(self) -> None:
+        """As `ft_core.node.admission`: it may take a while, or be ended."""
+        seconds = self._lots.choice((0.2, 0.2, 1.0, 5.0, LIMIT))
+        sick = self.machine_name in self.job.errors.sick_from_the_start
+        found = m.Soundness.SICK if sick else m.Soundness.OK
+        if seconds == LIMIT:
+            found = m.Soundness.UNKNOWN
+        check = m.NodeCheck("computation", found, "", "it computes wrongly" if sick else "")
+        self.later(seconds, lambda: self.handle(ev.NodeExamined((check,), {}, "", ())))
 
     def _targets(
         self, wanted: ev.Replicate, plan: m.NodePlan, adopter: int | None
@@ -653,7 +666,7 @@ class SimNode(Process):
     def words(self, worker: int) -> Words:
         words = self.workers[worker].words
         step, waited = (words.step_ns / 1e9, words.waited_ns / 1e9) if self.job.shape.slow else (0.1, 0.0)
-        return Words(words.version, words.tag, step, waited)
+        return Words(words.version, words.tag, step, waited, *self.job.slow.parts(self, worker))
 
     def roles(self, adopted: bool) -> Collection[int]:
         return self.store.adopted if adopted else self.store.roles

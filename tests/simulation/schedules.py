@@ -52,6 +52,10 @@ NOTICED = 9 * 10**7
 are about to go; and then they go."""
 SICK = 85 * 10**6
 """Of each of these eighths, from so far in, and up to that, devices report errors, and workers die of it."""
+SLOWS = 81 * 10**6
+"""Of each of these eighths, from so far in, and up to that, roles are slow, and moved for it."""
+CHECKED = 82 * 10**6
+"""Of each of these eighths, from so far in, and up to that, who joins is checked, and may be sick."""
 RELAYS = 10**9
 """Seeds from this on, or as far below 0, are of jobs in which some nodes speak for others."""
 EVERY = 2 * 10**9
@@ -82,7 +86,9 @@ def simulate(seed: int, world: World | None = None) -> Outcome:
     if drains:
         found = replace(found, spares=found.spares + rng.choice((0, 1, 1, 2)))
         within = abs(seed) % DERIVES
+        found = replace(found, checks=CHECKED <= within < SICK)
         found = replace(found, notices=NOTICED <= within < LADDER, sick=SICK <= within < NOTICED)
+        found = replace(found, slows=SLOWS <= within < CHECKED)
     job = SimJob(world or World(seed), found)
     return job.run(schedule(job, rng))
 

@@ -10,8 +10,9 @@ import pytest
 
 from . import node
 from .__main__ import failure, failures
-from .mutations import DERIVED, DRAINED, ELECTED, FLIPPED, LADDERS, MUTATIONS, READY_MADE
+from .mutations import CHECKS, DERIVED, DRAINED, ELECTED, FLIPPED, LADDERS, MUTATIONS, READY_MADE
 from .schedules import (
+    CHECKED,
     DERIVES,
     DRAINS,
     EVERY,
@@ -21,6 +22,7 @@ from .schedules import (
     READY,
     RELAYS,
     SICK,
+    SLOWS,
     VERIFIES,
     simulate,
 )
@@ -176,7 +178,10 @@ FOUND_BY = {
     "roles_move_at_any_time": 500000055,
     "a_drained_node_is_used_again": 500000040,
     "a_notice_is_heard_once": 590000077,
+    "a_sick_node_is_like_any_other": 582000212,
+    "who_is_being_checked_is_used": 582000081,
     "a_device_that_has_failed_is_like_any_other": 585000040,
+    "who_was_moved_is_forgotten": 581000022,
     "who_is_drained_is_forgotten_by_a_new_controller": 500000219,
     "a_standby_is_ready_for_ever": 250007809,
     "what_a_standby_has_from_records_is_done": 250000106,
@@ -201,6 +206,12 @@ STARTS = {
     "nodes that are drained": (DRAINS, RELAYS + DRAINS, -DRAINS - FEW),
     "nodes that are about to go": (DRAINS + NOTICED, RELAYS + DRAINS + NOTICED, -DRAINS - NOTICED - FEW),
     "devices that fail": (DRAINS + SICK, RELAYS + DRAINS + SICK, -DRAINS - SICK - FEW),
+    "roles that are slow": (DRAINS + SLOWS, RELAYS + DRAINS + SLOWS, -DRAINS - SLOWS - FEW),
+    "nodes that are sick when they come": (
+        DRAINS + CHECKED,
+        RELAYS + DRAINS + CHECKED,
+        -DRAINS - CHECKED - FEW,
+    ),
     "standbys that start roles ahead of need": (READY, DRAINS + READY, RELAYS + READY, -READY - FEW),
     "the rest is derived": (DERIVES, DRAINS + READY + DERIVES, RELAYS + DERIVES, -DERIVES - FEW),
     "roles begin anew": (LADDER, -LADDER - FEW),
@@ -263,7 +274,7 @@ def test_a_mutation_is_found(name: str) -> None:
 
 @pytest.mark.parametrize("name", DRAINED)
 def test_a_mutation_of_what_keeps_a_drain_from_costing_anything_is_found(name: str) -> None:
-    starts = DRAINS + SICK, DRAINS + NOTICED, DRAINS
+    starts = DRAINS + SLOWS, DRAINS + SICK, DRAINS + NOTICED, DRAINS
     rounds = (
         range(start + many, start + many + FEW) for many in range(0, 5 * SCHEDULES, FEW) for start in starts
     )
@@ -288,6 +299,11 @@ def test_a_mutation_of_what_is_derived_is_found(name: str) -> None:
 @pytest.mark.parametrize("name", FLIPPED)
 def test_a_mutation_of_what_keeps_a_flipped_bit_from_spreading_is_found(name: str) -> None:
     check_found(FLIPPED[name], range(FLIPS, FLIPS + SCHEDULES))
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_mutation_of_what_is_checked_of_nodes_that_join_is_found(name: str) -> None:
+    check_found(CHECKS[name], range(DRAINS + CHECKED, DRAINS + CHECKED + SCHEDULES))
 
 
 @pytest.mark.parametrize("name", ELECTED)

@@ -9,7 +9,6 @@ import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from ft_core.cli import ask, flags
 from ft_core.cli.ask import Line
 from ft_core.cli.planner import shape as planner
 from ft_core.errors import ConfigError, FtError
+from ft_core.node.admission.findings import Finding
 from ft_core.protocol.messages import JobStatus
 from ft_core.settings import Settings
 
@@ -59,45 +59,6 @@ class Framework:
     """Programs that start its scripts -> the launcher they are."""
 
 
-class Level(StrEnum):
-    """How bad it is: `fail` keeps a recovery from working, `warn` makes it slower or harder to understand."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The answer of one check."""
-
-    name: str
-    level: Level
-    found: str
-    advice: str = ""
-    """What to do, and why; empty where all is well."""
-
-
-def ok(name: str, found: str) -> Finding:
-    """Nothing to do."""
-    return Finding(name, Level.OK, found)
-
-
-def warn(name: str, found: str, advice: str) -> Finding:
-    """A recovery works, but slower than it could, or with less left for the next one."""
-    return Finding(name, Level.WARN, found, advice)
-
-
-def fail(name: str, found: str, advice: str) -> Finding:
-    """A recovery does not work."""
-    return Finding(name, Level.FAIL, found, advice)
-
-
-def judge(name: str, found: str, advice: str, *, bad: bool, fatal: bool = False) -> Finding:
-    """One of the three, for what has two thresholds."""
-    return fail(name, found, advice) if fatal else warn(name, found, advice) if bad else ok(name, found)
-
-
 @dataclass(frozen=True)
 class Case:
     """All that the checks are told; the machine they look at themselves. `root` is for their tests."""
@@ -135,6 +96,11 @@ class Case:
     def several_nodes(self) -> bool:
         """Whether the job spans more machines than this one, as far as is known."""
         return self.settings is not None and self.settings.nnodes > 1 and not self.standalone
+
+    @property
+    def world_size(self) -> int:
+        """Workers of the job, 1 where that is not known."""
+        return self.settings.world_size if self.settings is not None else 1
 
     @property
     def workers_here(self) -> int:

@@ -8,8 +8,9 @@ import socket
 from collections.abc import Container, Iterator, Mapping
 
 from ft_core.cli.doctor import racks
-from ft_core.cli.doctor.case import Case, Check, Finding, fail, judge, ok, warn
+from ft_core.cli.doctor.case import Case, Check
 from ft_core.errors import FtError
+from ft_core.node.admission.findings import Finding, fail, judge, ok, warn
 from ft_core.protocol.domains import domain_of
 from ft_core.protocol.messages import (
     NAMED,

@@ -11,9 +11,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ft_core.cli.doctor.case import Case, Check, Finding, fail, judge, ok, warn
+from ft_core.cli.doctor.case import Case, Check
 from ft_core.errors import ConfigError
 from ft_core.net import interfaces
+from ft_core.node.admission.findings import Finding, fail, judge, ok, warn
 from ft_core.protocol.pulses import receiver
 from ft_core.protocol.sockets import addresses_of, listen, split_address
 from ft_core.settings import SECRET_ADVICE, SECRET_ENV

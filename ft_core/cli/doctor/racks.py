@@ -6,8 +6,9 @@ import socket
 from collections.abc import Iterator, Mapping
 
 from ft_core.cli import failure_domains
-from ft_core.cli.doctor.case import Case, Check, Finding, fail, ok, warn
+from ft_core.cli.doctor.case import Case, Check
 from ft_core.errors import ConfigError
+from ft_core.node.admission.findings import Finding, fail, ok, warn
 from ft_core.state.domains import NestedDomains
 
 _ADVICE = (

@@ -7,22 +7,15 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 
-from ft_core.cli.doctor.case import Case, Check, Finding, Supported, fail, ok, warn
-from ft_core.comm import nccl_environment
+from ft_core.cli.doctor.case import Case, Check, Supported
+from ft_core.node.admission.findings import Finding, fail, ok, warn
+from ft_core.node.admission.nccl import interfaces, nccl_errors, nccl_threads, nccl_version
 
 _SUPPORTED = {
     "python": Supported((3, 11), (3, 12)),
     "torch": Supported((2, 7), (2, 13)),
 }
 """What the engine itself needs (docs/compatibility.md)."""
-_NCCL_WITHOUT_ABORT = (
-    ((2, 25, 1), (2, 25, 1), fail, "aborting a communicator hangs"),
-    ((2, 28, 3), (2, 28, 8), fail, "aborting a communicator hangs"),
-    ((2, 31, 2), (2, 31, 2), warn, "aborting a communicator hangs where another member destroys it"),
-)
-"""First and last version, how bad it is, and what is wrong."""
-_TEARS_DOWN = ("1", "3")
-"""TORCH_NCCL_ASYNC_ERROR_HANDLING with which torch's watchdog ends the process. 3 is torch's default."""
 
 
 def launcher(case: Case) -> Iterator[Finding]:
@@ -44,19 +37,12 @@ def launcher(case: Case) -> Iterator[Finding]:
 
 
 def versions(case: Case) -> Iterator[Finding]:
-    """Python, torch, the frameworks and NCCL are ones that recoveries were tested with."""
+    """Python, torch and the frameworks are ones that recoveries were tested with."""
     supported = _SUPPORTED | {name: of for each in case.frameworks for name, of in each.supported.items()}
     for name, text in case.versions.items():
         version = tuple(map(int, re.findall(r"\d+", text.partition("+")[0])[:3]))
         if name == "nccl":
-            for low, high, bad, what in _NCCL_WITHOUT_ABORT:
-                if low <= version <= high:
-                    advice = f"use another: in it {what}, and a recovery begins by aborting all of them"
-                    yield bad("version of nccl", text, advice)
-                    break
-            else:
-                yield ok("version of nccl", text)
-            continue
+            continue  # `nccl_version`
         tested = supported[name]
         broken = [why for first, last, why in tested.broken if first <= version <= last]
         if version[:2] < tested.lowest:
@@ -71,42 +57,6 @@ def versions(case: Case) -> Iterator[Finding]:
             yield warn(f"version of {name}", text, f"use another: this one {broken[0]}")
         else:
             yield ok(f"version of {name}", text)
-
-
-def nccl_errors(case: Case) -> Iterator[Finding]:
-    """torch's NCCL watchdog must not end a survivor before the controller's abort reaches it."""
-    old, new = "NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    name = new if new in case.environment or old not in case.environment else old
-    value = case.environment.get(name)
-    if value is None and not case.gpus:
-        return
-    if value is None:
-        yield ok("nccl errors", f"{name} is not set: ftrun's workers get {nccl_environment.DEFAULTS[new]}")
-        return
-    found = f"{name}={value}"
-    if value in _TEARS_DOWN:
-        yield fail(
-            "nccl errors",
-            found,
-            f"export {new}=0: else torch's watchdog ends each survivor that notices the loss of a peer, and "
-            "one failure becomes one of every worker. The controller notices it without the watchdog",
-        )
-    elif value == "2":
-        yield warn(
-            "nccl errors",
-            found,
-            f"export {new}=0: with 2 torch drops a communicator by itself after a time-out, and what the "
-            "collective has left in its tensors looks like a result",
-        )
-    else:
-        yield ok("nccl errors", found)
-
-
-def nccl_threads(case: Case) -> Iterator[Finding]:
-    """Nor may they because of what else is set here; what is not, the agents set."""
-    workers = {**case.environment, **nccl_environment.completed(case.environment)}
-    for found, consequence in nccl_environment.ends_survivors(workers):
-        yield fail("nccl threads", found, f"leave it out: {consequence}")
 
 
 def nccl_waits(case: Case) -> Iterator[Finding]:
@@ -129,33 +79,6 @@ def nccl_waits(case: Case) -> Iterator[Finding]:
             f"give more than --ft-quiesce-timeout ({quiesce:.0f} s), or leave it out (480): "
             "torch's monitor ends a worker whose abort takes that long, which then must be replaced",
         )
-
-
-def interfaces(case: Case) -> Iterator[Finding]:
-    """Interfaces that are named to NCCL and gloo exist: each recovery opens communicators on them anew."""
-    here = {path.name for path in (case.root / "sys/class/net").glob("*")}
-    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        text = case.environment.get(variable, "")
-        if not text:
-            continue
-        prefixes = variable.startswith("NCCL") and "=" not in text[:2]
-        exclude = variable.startswith("NCCL") and text[0] == "^"
-        names = [name for name in text.lstrip("^=").split(",") if name]
-
-        def matches(name: str, prefixes: bool = prefixes, names: list[str] = names) -> bool:
-            return any(name.startswith(n) if prefixes else name == n for n in names)
-
-        usable = sorted(name for name in here if name != "lo" and matches(name) != exclude)
-        usable += ["lo"] * (not exclude and matches("lo"))
-        if usable:
-            yield ok("interfaces", f"{variable}={text}: {', '.join(usable)}")
-        else:
-            yield fail(
-                "interfaces",
-                f"{variable}={text}, but there are only {', '.join(sorted(here))}",
-                "name one of these, or unset it. All nodes must be right, spares too: a spare opens "
-                " its first communicators in the middle of a recovery",
-            )
 
 
 def script(case: Case) -> Iterator[Finding]:
@@ -220,6 +143,7 @@ CHECKS: tuple[Check, ...] = (
     launcher,
     script,
     versions,
+    nccl_version,
     nccl_errors,
     nccl_threads,
     nccl_waits,

@@ -161,7 +161,7 @@ def _protection(
     lag = network.seconds(sent) if network is not None else 0.0
     return Protection(
         step=step,
-        wait=seen.wait if seen is not None else 0.0,
+        wait=seen.wait * step / seen.step if seen is not None else 0.0,
         every=terms.versions_apart(sent, network, step) if network is not None and sent else 1,
         lag=lag,
         copies=min(job.hosts.replicas, found.survives),

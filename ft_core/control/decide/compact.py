@@ -37,7 +37,7 @@ def catalogue(known: Mapping[int, Segments]) -> Catalogue:
 
 
 def expanded(found: Catalogue) -> dict[int, Segments]:
-    """Inverse of `catalogue`."""
+    """The segments of all roles, from what `catalogue` has made of them."""
     known: dict[int, Segments] = {}
     for family in found.families:
         for first, held in _members(family):
@@ -67,7 +67,7 @@ def groups(of: Mapping[int, int]) -> list[GroupFamily]:
 
 
 def group_of(families: Iterable[GroupFamily]) -> dict[int, int]:
-    """Inverse of `groups`."""
+    """The replica group of each role, from what `groups` has made of them."""
     return {
         role: index
         for family in families
@@ -85,13 +85,13 @@ def counterparts(others: Mapping[int, int]) -> Counterparts:
 
 
 def all_in(roles: str) -> Iterator[int]:
-    """One after the other."""
+    """The roles of a text such as `0-3,8`, one after the other."""
     for run in roles_in(roles):
         yield from run
 
 
 def contains(roles: str, role: int) -> bool:
-    """Whether it is one of them."""
+    """Whether a role is in a text such as `0-3,8`."""
     return any(role in run for run in roles_in(roles))
 
 

@@ -18,32 +18,32 @@ Values = Mapping[int, str]
 
 @dataclass(frozen=True)
 class Alike:
-    """All have the same. `culprits`: who did not, when this version was made before; it is known of them that
-    they were wrong."""
+    """All holders have the same checksum. `culprits`: holders that had another one when this version was made
+    before, and so were proven wrong."""
 
     culprits: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Differ:
-    """They do not, and whose fault that is, is not clear: the step is done again. `odd`: who alone has
-    something else than all others, of three or more."""
+    """The holders differ, and whose fault that is, is not clear: the step is done again. `odd`: the one
+    holder that differs from all others, of three or more."""
 
     odd: int | None = None
 
 
 @dataclass(frozen=True)
 class Corrupt:
-    """They do not again, and one of them alone does not come to what it had before: it is wrong, and would be
-    once more."""
+    """The holders differ again, and one of them alone does not come to what it had before: it is wrong, and
+    would be once more."""
 
     role: int
 
 
 @dataclass(frozen=True)
 class Incomparable:
-    """They do not, and cannot be compared. `reproduced`: each comes to what it had before, so they differ for
-    a reason of their own; else what they compute is not deterministic."""
+    """The holders differ, and cannot be compared. `reproduced`: each comes to what it had before, so they
+    differ for a reason of their own; else what they compute is not deterministic."""
 
     reproduced: bool
 
@@ -52,7 +52,7 @@ Verdict = Alike | Differ | Corrupt | Incomparable
 
 
 def odd_one(values: Values) -> int | None:
-    """Who alone has something else than all others, of three or more."""
+    """The one holder that differs from all others, of three or more; None: there is no such one."""
     (_, most), *_ = counted = Counter(values.values()).most_common()
     if len(values) < 3 or len(counted) != 2 or most != len(values) - 1:
         return None

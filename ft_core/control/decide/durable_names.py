@@ -19,13 +19,13 @@ class Checkpoints:
 
     number: int = 0
     asked: dict[str, Peer] = field(default_factory=dict)
-    """By node's name, over which connection."""
+    """The nodes that were asked, each with the connection that it was asked over."""
     names: dict[str, list[str]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     """What the nodes said that could not read the directory."""
 
     def forgotten(self) -> Checkpoints:
-        """A failure, or other settings: ask again."""
+        """The questions to ask anew, since a failure or other settings may have changed the answers."""
         return Checkpoints(self.number + 1)
 
     def common(self, nodes: Collection[str]) -> Mapping[int, str] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from ft_core.control.decide import compact, role_placement
 from ft_core.elastic.rules import AHEAD, Membership, Start
@@ -37,9 +37,11 @@ class Groups:
         self._start = start
         self._of: dict[int, int] = {}
         self._compact: list[GroupFamily] | None = None
-        """The same for plans, once it was asked for."""
+        """Role -> group in the form that plans have it, once it was asked for."""
         self._by_group: dict[int, list[int]] | None = None
-        """And by group."""
+        """Group -> its roles, once it was asked for."""
+        self._alike: list[tuple[int, ...]] | None = None
+        """Roles in the same place of their groups, once they were asked for."""
         self.redundancy = Redundancy.SHARDED
         self.membership = Membership(0)
         self.withdrawn: set[int] = set()
@@ -48,7 +50,7 @@ class Groups:
     def register(self, role: int, group: ReplicaGroup) -> None:
         """A role says which group it belongs to."""
         if self._of.get(role) != group.index:
-            self._of[role], self._compact, self._by_group = group.index, None, None
+            self._of[role], self._compact, self._by_group, self._alike = group.index, None, None, None
         self.redundancy = group.redundancy
         if not self.membership.groups:
             self.membership = self._start.membership(group.groups)
@@ -56,25 +58,26 @@ class Groups:
                 self._of.setdefault(missing, self._start.group(missing, group.groups))
 
     def value(self) -> ReplicaGroups:
-        """For a successor of the controller."""
+        """What a successor of the controller needs to know of the groups."""
         if self._compact is None:
             self._compact = compact.groups(self._of)
         return ReplicaGroups(of=self._compact, redundancy=self.redundancy, membership=self.membership.value())
 
     def restore(self, found: ReplicaGroups) -> None:
-        """Inverse of `value`."""
+        """Take over what `value` of a former controller has said."""
         self._of, self._compact, self._by_group = compact.group_of(found.of), found.of, None
+        self._alike = None
         self.redundancy = found.redundancy
         self.membership = Membership.of(found.membership)
 
     def forget(self) -> None:
-        """The job starts over."""
+        """The job starts over, with the groups that take part now."""
         there = self.membership.taking_part(1 << 62)
         self.membership = Membership(self.membership.groups).changed(-AHEAD, there)
 
     @property
     def known(self) -> bool:
-        """Whether all roles have said theirs."""
+        """Whether all roles have said which group they belong to."""
         return len(self._of) == self._start.roles
 
     def of(self, roles: Collection[int]) -> list[int]:
@@ -90,12 +93,21 @@ class Groups:
         return sorted(role for group in groups for role in members[group])
 
     def _members(self) -> dict[int, list[int]]:
-        """By group its roles, ascending."""
+        """Group -> its roles, ascending."""
         if self._by_group is None:
             self._by_group = {}
             for role, group in sorted(self._of.items()):
                 self._by_group.setdefault(group, []).append(role)
         return self._by_group
+
+    def alike(self) -> Sequence[Sequence[int]]:
+        """The roles in the same place of each group, by place; empty while that is not known."""
+        if not self.known:
+            return ()
+        if self._alike is None:
+            members = self._members()
+            self._alike = list(zip(*(members[group] for group in sorted(members)), strict=False))
+        return self._alike
 
     def changed(self, version: int | None, roles: Collection[int]) -> None:
         """An epoch starts from `version` with `roles`."""
@@ -136,7 +148,7 @@ class Groups:
         return {role: counterpart[role] for role in roles}
 
     def absent(self, present: Collection[int]) -> dict[int, int]:
-        """For the plan: the roles that are away, each with its counterpart among those who are there."""
+        """The roles that are away, each with its counterpart among those who are there."""
         if len(present) == self._start.roles:
             return {}
         away = sorted(set(range(self._start.roles)) - set(present))
@@ -145,7 +157,7 @@ class Groups:
         return {role: self._start.counterpart(role) for role in away}
 
     def adopted(self, present: Collection[int]) -> dict[int, int]:
-        """For the plan: the roles that are away whose counterpart holds what they had alone."""
+        """The roles that are away whose counterpart holds what they had alone, with that counterpart."""
         return self.absent(present) if self.adopting else {}
 
     @property

@@ -18,7 +18,7 @@ class RoleHoldings(Protocol):
 
     @property
     def stage(self) -> Literal["startup", "training"]:
-        """Its worker's: "startup" until its first train step in this job."""
+        """The stage of its worker: "startup" until the first train step in this job."""
 
     @property
     def versions(self) -> Sequence[int]:
@@ -26,7 +26,7 @@ class RoleHoldings(Protocol):
 
     @property
     def segments(self) -> Sequence[str]:
-        """The segments of each of them."""
+        """The segments that each of these snapshots consists of."""
 
 
 @dataclass
@@ -43,16 +43,17 @@ class NodeReport:
     replicas: Mapping[str, Sequence[int]] = field(default_factory=dict)
     segments: Mapping[str, Sequence[int]] = field(default_factory=dict)
     at: Sequence[Sequence[int]] | None = None
-    """Versions of the roles, where those do not say it: of all the same, or of each, in order."""
+    """Versions of the roles, where `roles` does not say them: one list for all of them, or one for each, in
+    order."""
     copies_at: Sequence[Sequence[int]] | None = None
-    """The same of replicas."""
+    """Versions of `replicas`, where they do not say them: one list for all, or one for each, in order."""
     ids: frozenset[str] | None = None
     """All segments of its roles, if that is known, and each has some."""
     home: bool = False
     """Whether it is known that its roles are those that were placed there when the failure came."""
 
     def each_role(self) -> Iterator[tuple[int, RoleHoldings, Sequence[int]]]:
-        """With its versions."""
+        """Each role, what is said of it, and its versions."""
         if self.at is None:
             return ((role, own, own.versions) for role, own in self.roles.items())
         return ((role, own, at) for (role, own), at in zip(self.roles.items(), self._each(self.at)))  # noqa: B905

@@ -53,12 +53,12 @@ class NodeInventory:
         return self.report.replicas
 
     def versions(self) -> Iterator[Version]:
-        """All that it holds, of whatever; some more than once."""
+        """All versions that the node holds of anything; some more than once."""
         return chain.from_iterable(chain(self.report.at or (), self.report.copies_at or ()))
 
     @property
     def newest(self) -> Version:
-        """The newest of these."""
+        """The newest version that the node holds of anything; -1: none."""
         found = -1
         for each in (self.report.at or (), self.report.copies_at or ()):
             for versions in each:
@@ -66,23 +66,23 @@ class NodeInventory:
         return found
 
     def copied_versions(self) -> set[Version]:
-        """Those of its copies for others."""
+        """The versions of the copies that the node keeps for others."""
         return set(chain.from_iterable(self.report.copies_at or ()))
 
     def worker_died(self, role: Role) -> None:
-        """Though it may have been reported to live."""
+        """Note that a role's worker has died, also where it was reported to live."""
         if (held := self.roles.get(role)) is not None:
             self.dead.add(role)
             self.report.roles = {**self.report.roles, role: replace(held, alive=False)}
 
     def alive(self, role: Role) -> bool:
-        """Whether it has a live worker here."""
+        """Whether a role has a live worker on this node."""
         held = self.roles.get(role)
         return held is not None and held.alive and role not in self.dead
 
     @property
     def all_alive(self) -> bool:
-        """Whether all of its roles have."""
+        """Whether all roles of the node have live workers."""
         return self._alive and not self.dead
 
     def counts(self) -> dict[Role, Counts]:
@@ -90,7 +90,7 @@ class NodeInventory:
         return {role: h.counts for role, h in self.roles.items() if h.alive and role not in self.dead}
 
     def change(self, news: HoldingsChanged) -> bool:
-        """It has reported. Returns whether that could be understood: whether this is what it differs from.
+        """Take in a report. Returns whether it could be understood: whether this is what it differs from.
 
         That a worker had died was news of before.
         """
@@ -130,10 +130,10 @@ class NodeInventory:
 
 
 def _fits(news: Collection[object], known: Collection[object]) -> bool:
-    """Whether it can be said of these: everything anew, one thing of all, or one of each."""
+    """Whether `news` fits `known`: everything anew, one thing for all, or one for each."""
     return isinstance(news, dict) or len(news) == len(known) or len(news) == 1 <= len(known)
 
 
 def _together(each: list[list[Version]]) -> list[list[Version]]:
-    """One, where all are the same."""
+    """The lists of versions, as one where all are the same."""
     return each[:1] if all(one == each[0] for one in each) else each

@@ -32,27 +32,32 @@ ALL_FROM_MEMORY = 2
 
 
 @dataclass(frozen=True)
-class EscalationCause:
-    """Why going on in place does not help. On the last rung it is why the job ends, with `code` as `ftrun`'s
-    exit code."""
+class Failure:
+    """What has failed. Should the job end of it, then with `code` as `ftrun`'s exit code."""
 
     reason: str
     roles: tuple[Role, ...] = ()
     """The roles that have failed."""
     code: int = 1
-    traceback: str = ""
-    """For the last event, from its line break on."""
-    short: str = ""
-    """The same for the console."""
     fault: Fault | None = None
     """The class of the failure."""
     node: NodeName = ""
-    """Where that was."""
+    """The node on which it failed."""
 
     @property
     def about(self) -> dict[str, Any]:
         """Fields of the event that tells of the failure."""
         return {} if self.fault is None else {"fault": self.fault, "node": self.node}
+
+
+@dataclass(frozen=True)
+class EscalationCause(Failure):
+    """A failure after which going on in place does not help; on the last rung, why the job ends."""
+
+    traceback: str = ""
+    """The traceback for the job's last event, from the line break before it on."""
+    short: str = ""
+    """The error in short for the console, from the line break before it on."""
 
     @property
     def recorded(self) -> str:

@@ -132,7 +132,7 @@ def decide(
 def _on_sound_devices(
     cluster: ClusterState, places: Places, lost: Collection[int], faulted: Mapping[str, int]
 ) -> dict[str, int]:
-    """For nodes with devices that have failed: how many roles the others of these have room for."""
+    """How many roles there is room for on the sound devices of each node that has failed ones."""
     stay = Counter(places[role] for role in places.keys() - set(lost)) if faulted else Counter[str]()
     capacity = cluster.settings.nproc_per_node
     return {name: max(0, capacity - devices - stay[name]) for name, devices in faulted.items()}
@@ -155,10 +155,14 @@ def can_be_spared(cluster: ClusterState, name: str) -> bool:
 
     def suffice(nodes: Iterable[Node]) -> bool:
         reports = [_as_of_beats(node, cluster) for node in nodes]
-        about = cluster.places, cluster.initial_version, ()
         try:
             choice = version_choice.choose_version(
-                reports, *about, reached=cluster.newest_seen, catalogue=cluster.catalogue
+                reports,
+                cluster.places,
+                cluster.initial_version,
+                durable=(),
+                reached=cluster.newest_seen,
+                catalogue=cluster.catalogue,
             )
         except Unrecoverable:
             return False

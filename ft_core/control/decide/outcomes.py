@@ -18,7 +18,7 @@ class AwaitStandby:
 
 @dataclass(frozen=True)
 class ListCheckpoints:
-    """It depends on the durable checkpoints that these nodes can read."""
+    """The decision depends on the durable checkpoints that these nodes can read."""
 
     nodes: frozenset[str]
 

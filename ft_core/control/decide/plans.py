@@ -102,32 +102,32 @@ def kept(state: JobState, hosts: Iterable[Host]) -> Plan:
     return Plan(**known, roles=roles, nodes=nodes, sources={}, completed={})
 
 
-def prepare(state: Plan, roles: Places, records: Records) -> dict[str, Prepare]:
+def prepare(plan: Plan, roles: Places, records: Records) -> dict[str, Prepare]:
     """What the nodes are told where `roles` (role -> node) start while all train: to come back, or to move.
 
     `records`: of those who train.
     """
-    surrogates = compact.counterparts({role: state.absent.get(role, role) for role in roles})
-    others = compact.counterparts({role: other for role, other in state.absent.items() if role not in roles})
-    needed = records.needed(roles, state.absent.keys())
-    for role in roles.keys() - state.absent.keys():  # its worker of now has all on record, the next nothing
+    surrogates = compact.counterparts({role: plan.absent.get(role, role) for role in roles})
+    others = compact.counterparts({role: other for role, other in plan.absent.items() if role not in roles})
+    needed = records.needed(roles, plan.absent.keys())
+    for role in roles.keys() - plan.absent.keys():  # its worker of now has all on record, the next nothing
         needed.setdefault(roles[role], {}).update(records.of_groups_with(role))
     return {
-        name: Prepare(state.epoch, starting, others, surrogates, needed.get(name, {}))
+        name: Prepare(plan.epoch, starting, others, surrogates, needed.get(name, {}))
         for name, starting in by_node(roles).items()
     }
 
 
 def nodes_changed(cluster: ClusterState) -> tuple[Plan, NodesChanged] | None:
     """Whether nodes without a role have come or gone since the plan: it as it is now, and what to tell."""
-    state, hosts = cluster.current_plan, cluster.roles_by_node
+    plan, hosts = cluster.current_plan, cluster.roles_by_node
     here = {node.name: node.address for node in cluster.nodes.values() if node.name != cluster.departing}
     changes: dict[str, NodeAddress | None] = {
-        name: about for name, about in here.items() if state.nodes.get(name) != about
+        name: about for name, about in here.items() if plan.nodes.get(name) != about
     }
-    changes |= dict.fromkeys(set(state.nodes) - set(here) - hosts.keys())
+    changes |= dict.fromkeys(set(plan.nodes) - set(here) - hosts.keys())
     if not changes:
         return None
-    merged = {**state.nodes, **changes}
+    merged = {**plan.nodes, **changes}
     nodes = {name: about for name, about in merged.items() if about is not None}
-    return replace(state, nodes=nodes), NodesChanged(id=state.id, nodes=changes)
+    return replace(plan, nodes=nodes), NodesChanged(id=plan.id, nodes=changes)

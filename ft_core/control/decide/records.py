@@ -13,7 +13,7 @@ from ft_core.protocol.groups import GroupId, Series, parse, series_of
 from ft_core.protocol.messages import Counts, NodeName, Role
 
 Operations = dict[str, tuple[int, int]]
-"""By group, how many start-up operations are done, and a role that has their record."""
+"""Start-up operations by name: how often each is done, and a role that has its record."""
 
 
 class Records:
@@ -26,22 +26,22 @@ class Records:
         self._done: Operations = {}
         """How often all have done each operation that is not among the `_changed`."""
         self._lacking: set[str] = set()
-        """Those of them that some role of their group has not done, or not as often."""
+        """Operations in `_done` that some role of their group has not done, or not as often."""
         self._names: dict[GroupId, set[str]] = {}
-        """By group, its operations."""
+        """The names of each group's operations."""
         self._changed: set[str] = set()
 
     @property
     def roles(self) -> Set[Role]:
-        """Those that have something on record."""
+        """Roles that have something on record."""
         return self._of.keys()
 
     def get(self, role: Role) -> Counts | None:
-        """What it has."""
+        """What a role has on record."""
         return self._of.get(role)
 
     def say(self, role: Role, counts: Counts) -> None:
-        """That is what it has now; nothing, if it has no worker."""
+        """Set what a role has on record; nothing, if it has no worker."""
         before = self._of.get(role, {})
         if before == counts:
             return
@@ -96,8 +96,8 @@ class Records:
         return counts.get(name, 0) if counts is not None else 0
 
     def needed(self, places: Mapping[Role, NodeName], without: Set[Role]) -> dict[NodeName, Operations]:
-        """By node, the operations in whose groups a role of its is that has not all on record: nobody else
-        asks for them. `without`: roles of the job that have nothing on record."""
+        """Node -> the operations in whose groups one of its roles has not all on record: nobody else asks for
+        them. `without`: roles of the job that have nothing on record."""
         done = self.done()
         needed: dict[NodeName, Operations] = {}
         for group in dict.fromkeys(_series(name).group for name in sorted(self._lacking)):

@@ -30,7 +30,7 @@ class Loss:
     """What would follow if a node died."""
 
     roles: list[int]
-    """That it plays."""
+    """The roles that the node plays."""
     alone: int
     """Parts of the state of which there is a copy there, and nowhere else."""
     version: int | None
@@ -61,7 +61,7 @@ class Last:
 
 @dataclass(frozen=True)
 class ClusterHoldings:
-    """Who holds what, at a moment. None of it changes."""
+    """A snapshot of who holds what. None of it changes."""
 
     replicas: int
     """k: failure domains that may be lost."""
@@ -113,7 +113,7 @@ class ClusterHoldings:
         return below
 
     def without(self, name: str) -> Loss:
-        """If that node died now."""
+        """What would follow if that node died now."""
         roles = sorted(role for role, node in self.places.items() if node == name)
         others = [node for node in self.nodes if node.name != name]
         own = next((node.roles for node in self.nodes if node.name == name), {})
@@ -142,7 +142,8 @@ class ClusterHoldings:
         )
 
     def _enough(self, holders: str, others: set[str], own: Mapping[int, str]) -> bool:
-        """`others`: domains that have copies beside the holders' own."""
+        """Whether enough domains have a segment. `others`: domains that have copies beside the holders'
+        own."""
         domains = set(others)
         for role in chain.from_iterable(roles_in(holders)):
             if len(domains) > self.replicas:

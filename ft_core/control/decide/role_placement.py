@@ -135,8 +135,8 @@ class PlacementCapacity:
         """Takes what `assign` does."""
         load = Counter(placements.values())
         self._free: dict[tuple[bool, int, int], list[str]] = {}
-        """By whether they are avoided, by how many roles and how many idle workers they have: nodes, each a
-        heap."""
+        """Nodes with room, each list a heap, by whether they are avoided, how many roles they have, and how
+        many idle workers."""
         self.left = 0
         """Roles for which there is a worker."""
         for node, count in sorted(idle.items()):

@@ -141,7 +141,8 @@ class _VersionIndex:
         self.versions: set[int] = set()
         self.starting: set[int] = set()
         self._alike: dict[tuple[int, ...], set[str]] = {}
-        """By their versions, nodes that have just the roles that were placed there, all alike."""
+        """Nodes that have just the roles that were placed there, all at the same versions; by those
+        versions."""
         self._others: list[NodeReport] = []
         last: Sequence[Sequence[int]] = ()
         for name, report in self._reports.items():
@@ -176,7 +177,7 @@ class _VersionIndex:
         return known
 
     def _at(self, version: int | None) -> _Availability:
-        """Who has what at `version`."""
+        """What is there of `version`, and on which nodes."""
         if self._looked is None or self._looked[0] != version:
             self._looked = version, self._look(version)
         return self._looked[1]
@@ -244,7 +245,7 @@ class _VersionIndex:
         return lost
 
     def losses(self, missing: list[tuple[int, str | None]]) -> tuple[Loss, ...]:
-        """The same, with the versions that are held of each."""
+        """What is missing, with the versions that are held of each."""
         found: dict[str, set[int]] = {segment: set() for _, segment in missing if segment is not None}
         for report in self._reports.values() if found else ():
             for segment, versions in report.each_copy():
@@ -261,7 +262,7 @@ class _VersionIndex:
     def sources(
         self, version: int, computed: Collection[int], adopters: Mapping[int, str]
     ) -> dict[int, dict[str, list[str]]]:
-        """For each role and segment the nodes to ask, fetches spread over them; but for roles that are
+        """For each role and segment, the nodes to ask, fetches spread over them; but for roles that are
         `computed`, and those that have a snapshot on their own node."""
         asked: Counter[str] = Counter()
         there = self._at(version)

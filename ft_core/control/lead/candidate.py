@@ -46,8 +46,14 @@ async def serve(settings: Settings, job_dir: Path, begins: bool) -> int:
             if isinstance(granted, Over):
                 return granted.code
             log.info("this node leads the job, in term %d", granted.lease.term)
-            about = granted.lease, renewer, address, granted.notes, settled_after(elected.every)
-            leader = LeaderContext(*about, granted.job)
+            leader = LeaderContext(
+                granted.lease,
+                renewer,
+                address=address,
+                notes=granted.notes,
+                settled=settled_after(elected.every),
+                job=granted.job,
+            )
             code = await _lead(Shell(settings, job_dir, granted.notes.failed, leader), renewer, granted.notes)
             if code is not None:
                 return code

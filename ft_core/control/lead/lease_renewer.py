@@ -31,12 +31,12 @@ class Granted:
     lease: Lease
     notes: Notes
     job: str
-    """Its id."""
+    """The job's id."""
 
 
 @dataclass(frozen=True)
 class Over:
-    """The job is, with this exit code."""
+    """The job is over, with this exit code."""
 
     code: int
 
@@ -160,7 +160,7 @@ class LeaseRenewer:
         return True
 
     def _keep(self, grant: Grant, lease: Lease) -> None:
-        """Until the lease is lost, or given up."""
+        """Renew the lease and carry out orders, until the lease is lost or given up."""
         order: Order | None = None
         while lease.holds(asked := clock()) and not gone():
             try:
@@ -186,7 +186,7 @@ class LeaseRenewer:
         self._tell(lambda: self.news.put_nowait(news))
 
     def _warn(self, error: LeadershipError) -> None:
-        """Once a minute at most."""
+        """Log that it is not clear who leads, once a minute at most."""
         if clock() > self._warned + _WARN_EVERY:
             self._warned = clock()
             log.warning("it is not clear who leads the job, and nobody may: %s", error)

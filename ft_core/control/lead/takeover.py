@@ -7,7 +7,7 @@ from collections.abc import Collection
 from ft_core.control.cluster_state import ClusterState, epoch_of
 from ft_core.control.events import Effect, Send
 from ft_core.control.observe.goodput import Found
-from ft_core.control.phases import Rebuilding
+from ft_core.control.phases import Missing, Rebuilding
 from ft_core.control.progress import Progress
 from ft_core.protocol.messages import Plan, SendState
 from ft_core.state.placement import Places, all_left, spares_of
@@ -43,8 +43,15 @@ def found(cluster: ClusterState, progress: Progress) -> Found:
     versions = [v for node in nodes for held in node.holdings.roles.values() for v in held.versions]
     step = max((beat.step_s for node in nodes for beat in node.beats.values()), default=0.0)
     newest = max([base, *versions])
-    about = progress.all_restored, share(cluster), step, progress.all_stepped or newest > base
-    return Found(plan.epoch, base, newest, *about)
+    return Found(
+        epoch=plan.epoch,
+        base=base,
+        version=newest,
+        restored=progress.all_restored,
+        share=share(cluster),
+        step=step,
+        stepped=progress.all_stepped or newest > base,
+    )
 
 
 def share(cluster: ClusterState) -> float:
@@ -63,9 +70,9 @@ def complete(cluster: ClusterState, phase: Rebuilding, arriving: int, now: float
     rest = max(QUIET, min(phase.heard_at - phase.began, limit))
     if waits or now - phase.began <= GRACE or quiet <= min(rest, limit):
         return False
-    if phase.left is None or phase.left[0] != missing:
-        phase.left = missing, _all_left(cluster, missing)
-    return quiet > (rest if phase.left[1] else limit)
+    if phase.missing is None or phase.missing.names != missing:
+        phase.missing = Missing(missing, _all_left(cluster, missing))
+    return quiet > (rest if phase.missing.covered else limit)
 
 
 def _all_left(cluster: ClusterState, missing: Collection[str]) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ft_core.control.liveness.strikes import place
 from ft_core.control.liveness.xid_table import UNKNOWN, XIDS
+from ft_core.protocol.domains import place
 from ft_core.protocol.messages import DeviceAction, DeviceFinding, FailureRecord, Fault, NodeName, Symptom
 
 
@@ -44,10 +44,10 @@ LEADS_TO: Mapping[DeviceAction, str] = {
     DeviceAction.DRAIN: "its node is to be taken out",
     DeviceAction.CONDEMN: "its node is to be taken out, and not used while there is another",
 }
-"""For people. Of `NOTHING` nobody is told."""
+"""What each action means, for people. Nobody is told of `NOTHING`."""
 
 DRAINS = frozenset({DeviceAction.DRAIN, DeviceAction.CONDEMN})
-"""These take roles away from a node that still plays them."""
+"""Actions that take roles away from a node that still plays them."""
 
 _FAULTS: Mapping[DeviceAction, Fault] = {
     DeviceAction.COUNT: Fault.DEVICE_WARNING,
@@ -71,6 +71,15 @@ def verdict(finding: DeviceFinding) -> Verdict:
 
 
 def record(finding: DeviceFinding, node: NodeName, action: DeviceAction) -> FailureRecord:
-    """As it is kept of the node. Raises KeyError for an action that leaves nothing behind."""
-    about = finding.device, -1, 0, -1, _FAULTS[action], finding.signature
-    return FailureRecord(place(node), *about, age=finding.age)
+    """The record of a finding that is kept of the node. Raises KeyError for an action that leaves nothing
+    behind."""
+    return FailureRecord(
+        place(node),
+        device=finding.device,
+        role=-1,
+        pid=0,
+        step=-1,
+        fault=_FAULTS[action],
+        signature=finding.signature,
+        age=finding.age,
+    )

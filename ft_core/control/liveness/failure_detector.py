@@ -15,12 +15,12 @@ from ft_core.control.liveness.suspicion import ASK, ASK_AGAIN, Steps, chosen
 from ft_core.protocol.messages import NodeName, NodesProbed, PlanId, ProbeNodes, Version
 
 LOOK = 1 / 20
-"""As a part of the limit of silence: so often are all nodes looked at for those that are silent; whose
+"""How often all nodes are looked at for those that are silent, as a part of the limit of silence; whose
 connection is gone is seen at once."""
 
 
 class FailureDetector:
-    """One controller's."""
+    """Watches over the nodes of one job."""
 
     def __init__(self, cluster: ClusterState) -> None:
         self._cluster = cluster
@@ -34,7 +34,7 @@ class FailureDetector:
         self._missed: dict[NodeName, float] = {}
         """Nodes of the plan that were lost since it was made, and when. They may live."""
         self._asked = -math.inf
-        """When others were asked about those last."""
+        """When others were asked last about nodes that are missed."""
         self._round = 0
         self._quiet: tuple[float, list[NodeName]] = -math.inf, []
         """When all nodes were looked at last, and those that were silent then."""
@@ -54,13 +54,13 @@ class FailureDetector:
 
     @property
     def suspects_link(self) -> bool:
-        """Whether it is being found out why connections broke, for somebody who is there."""
+        """Whether the cause of broken connections is being looked for, on behalf of a node that is there."""
         return self.links.suspected and not self.doubting.isdisjoint(self._cluster.nodes)
 
     # -- what is heard -----------------------------------------------------------------------------
 
     def greeted(self, name: NodeName) -> None:
-        """It is there, or again."""
+        """A node is there, or there again."""
         self._missed.pop(name, None)
 
     def suspected(self, name: NodeName, reason: str, now: float) -> None:
@@ -91,7 +91,7 @@ class FailureDetector:
             self._steps.done(newest, now)
 
     def disconnected(self, node: Node, now: float) -> None:
-        """Its connection has ended."""
+        """The connection of a node has ended."""
         node.liveness.breaks(now, self._round + 1)
         self._cluster.disconnected.add(node.name)
 
@@ -128,7 +128,7 @@ class FailureDetector:
         return found
 
     def _silent(self, now: float) -> list[Node]:
-        """Those of which some may be silent now, or gone."""
+        """Nodes that may be silent now, or gone."""
         nodes, bound = self._cluster.nodes, self._cluster.settings.silence_limit
         if now - self._quiet[0] >= LOOK * bound:
             self._quiet = now, [name for name, node in nodes.items() if not node.liveness.lively(now, bound)]
@@ -136,7 +136,7 @@ class FailureDetector:
         return [node for name in names if (node := nodes.get(name)) is not None]
 
     def questions(self, now: float) -> list[Effect]:
-        """To other nodes, about those that are silent, or gone."""
+        """Questions to other nodes, about those that are silent or gone."""
         bound = self._cluster.settings.silence_limit
         asked: dict[NodeName, dict[NodeName, str]] = {}
         for node in self._silent(now):
@@ -147,7 +147,8 @@ class FailureDetector:
         return self._ask(asked)
 
     def _witnesses_of(self, name: NodeName, now: float) -> list[NodeName]:
-        """Who is asked about a node. Many may be gone at once: all are not put in order for each of them."""
+        """The nodes that are asked about one. Many may be gone at once: all names are not sorted anew for
+        each of them."""
         nodes, bound = self._cluster.nodes, self._cluster.settings.silence_limit
         if now - self._names[0] >= ASK_AGAIN:
             self._names = now, sorted(nodes)
@@ -158,19 +159,20 @@ class FailureDetector:
         return chosen(name, self._names[1], speaks)
 
     def _ask(self, asked: dict[NodeName, dict[NodeName, str]]) -> list[Effect]:
-        """By witness, the addresses of those that it is to reach."""
+        """Ask each witness which of these addresses it reaches."""
         if asked:
             self._round += 1
         nodes = self._cluster.nodes
         return [Send(nodes[name].peer, ProbeNodes(self._round, about)) for name, about in asked.items()]
 
     def _witnesses(self, now: float) -> set[NodeName]:
-        """Those that are heard themselves."""
+        """The nodes that are heard themselves."""
         bound = self._cluster.settings.silence_limit
         return {name for name, node in self._cluster.nodes.items() if node.liveness.lively(now, bound)}
 
     def question_links(self, now: float) -> list[Effect]:
-        """To the nodes of the plan, about each other, where connections broke and no step finishes."""
+        """Questions to the nodes of the plan, about each other, where connections broke and no step
+        finishes."""
         if not self.suspects_link:
             return []
         nodes = self._cluster.nodes
@@ -184,7 +186,8 @@ class FailureDetector:
     # -- nodes out of sight ------------------------------------------------------------------------
 
     def miss(self, names: Collection[NodeName], now: float) -> None:
-        """They are lost, for all that is known; of the plan's nodes the memory may be there still."""
+        """Note nodes that are lost, for all that is known; of the plan's nodes the memory may be there
+        still."""
         if (plan := self._cluster.plan) is not None:
             self._missed |= {name: now for name in names if name in plan.nodes}
 

@@ -20,7 +20,7 @@ SETTLE = 1.0
 ROUND = 2.5
 """Seconds of a round of questions; a node has less to answer another."""
 ROUNDS = 2
-"""In so many, one after the other, the answers must be the same."""
+"""How many rounds of answers, one after the other, must be the same."""
 ALL = 8
 """Nodes of which each is asked about each. Of more, only those that have seen connections break."""
 
@@ -45,11 +45,11 @@ class Links:
         """The newest step that was finished when it was looked last."""
         self._rounds = 0
         self._asked: dict[NodeName, set[NodeName]] = {}
-        """By witness, about whom it has not answered yet, in this round."""
+        """Witness -> the nodes about which it has yet to answer in this round."""
         self._broken: set[Pair] = set()
-        """In this round."""
+        """Pairs of nodes that did not reach each other in this round."""
         self._always: set[Pair] = set()
-        """In all rounds before it."""
+        """Pairs of nodes that did not reach each other in any round before this one."""
 
     def suspect(self, now: float, training: bool) -> None:
         """Somebody has seen connections break. `training`: steps may go on all the same."""
@@ -75,9 +75,9 @@ class Links:
     def tick(
         self, nodes: Collection[NodeName], seers: Collection[NodeName], sound: bool, version: int, now: float
     ) -> dict[NodeName, set[NodeName]]:
-        """Whom to ask about whom, if a round begins. `nodes`: those of the plan. `seers`: who has seen
-        connections break. `sound`: whether all of `nodes` are heard. `version`: the newest step that was
-        finished."""
+        """Which nodes to ask about which others, if a round begins. `nodes`: those of the plan. `seers`: who
+        has seen connections break. `sound`: whether all of `nodes` are heard. `version`: the newest step that
+        was finished."""
         answered = bool(self._asked) and not any(self._asked.values())
         if self._due is None or (now < self._due and not answered):
             return {}

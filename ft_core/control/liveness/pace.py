@@ -22,7 +22,8 @@ class Pace:
         self._between: deque[float] = deque(maxlen=_LONGEST)
 
     def add(self, step: float, seconds: float) -> None:
-        """So long took a step, on average of those that were done within so many `seconds`."""
+        """Enter that steps took `step` seconds on average, of those that were done within so many
+        `seconds`."""
         self._steps.append(step)
         self._between.append(seconds)
 

@@ -11,10 +11,13 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from ft_core.control.liveness.stragglers import Finding
 from ft_core.errors import FAILED
+from ft_core.protocol.domains import place
 from ft_core.protocol.messages import DEVICE_FAULTS, FailureRecord, Fault, Suspect, WorkerLost
 
 TRIES = 8
@@ -35,7 +38,7 @@ class Retry(Enum):
     ONCE = auto()
     """The job ends if the same comes again in the same step."""
     YES = auto()
-    """Until `TRIES`."""
+    """The role is tried again, up to `TRIES` recoveries without progress."""
 
 
 class Counts(Enum):
@@ -43,10 +46,10 @@ class Counts(Enum):
 
     NO = auto()
     AGAIN = auto()
-    """From the second time there on."""
+    """The failure counts from its second time on that node on."""
     YES = auto()
     OUT = auto()
-    """It makes the node one to be avoided, alone."""
+    """The failure alone makes the node one to be avoided."""
 
 
 RULES: dict[Fault, tuple[Retry, Counts]] = {
@@ -73,8 +76,10 @@ RULES: dict[Fault, tuple[Retry, Counts]] = {
     Fault.DEVICE_WARNING: (Retry.YES, Counts.YES),
     Fault.DEVICE_FAULTY: (Retry.YES, Counts.NO),
     Fault.DEVICE_CONDEMNED: (Retry.YES, Counts.OUT),
+    Fault.SLOW: (Retry.YES, Counts.OUT),
 }
-"""What each leads to, while the job trains. Before it does, an exception of the script's ends it."""
+"""What each class of failure leads to, while the job trains. Before it does, an exception of the script's
+ends it."""
 
 _NOT_AGAIN = {
     Fault.EXITED: "the script wants it to end",
@@ -85,18 +90,22 @@ _NOT_AGAIN = {
 }
 
 
-FINDINGS = frozenset({Fault.DEVICE_WARNING, Fault.DEVICE_FAULTY, Fault.DEVICE_CONDEMNED})
-"""What devices report, though nothing has failed."""
+FINDINGS = frozenset({Fault.DEVICE_WARNING, Fault.DEVICE_FAULTY, Fault.DEVICE_CONDEMNED, Fault.SLOW})
+"""What is found, though nothing has failed."""
+SLOW_AGAIN = 3600.0
+"""Seconds after which a machine, or a role, may be moved once more since it is slow."""
 APART = 30.0
-"""Seconds between two of them, at least, from one device and of the same."""
+"""Seconds between two findings, at least, from one device and of the same kind."""
 
 FINAL = frozenset({Fault.INTERRUPTED, Fault.REFUSED})
 """What no restart is tried against: somebody wants the job to end, or it cannot even begin."""
 
 
-def place(node: str) -> str:
-    """The node that an agent's process, whose name is its own, is on."""
-    return node.partition("+")[0]
+class Device(NamedTuple):
+    """A device of a machine."""
+
+    place: str
+    number: int
 
 
 @dataclass
@@ -107,15 +116,15 @@ class Strikes:
     """How many strikes within `seconds` make a node one to be avoided; 0: none is."""
     seconds: float
     _all: list[tuple[float, FailureRecord]] = field(default_factory=list)
-    """Oldest first, with when they were."""
+    """The failures, oldest first, each with its time."""
     _forgiven: dict[str, float] = field(default_factory=dict)
     """Places, and when somebody forgave them."""
 
     def add(self, strike: FailureRecord, now: float) -> bool:
-        """Whether it is news: a controller that was restarted is told again."""
+        """Add a failure. Returns whether it is news: a controller that was restarted is told again."""
         if self.knows(strike, now):
             return False
-        kept = sorted([*self._current(now), (now - strike.age, strike)], key=lambda kept: kept[0])
+        kept = sorted([*self._kept(now), (now - strike.age, strike)], key=lambda kept: kept[0])
         beyond = [each for each in kept if RULES[each[1].fault][1] is not Counts.OUT][
             : max(0, len(kept) - _KEPT)
         ]
@@ -123,7 +132,8 @@ class Strikes:
         return True
 
     def knows(self, strike: FailureRecord, now: float) -> bool:
-        """Whether it is here. A device may report the same again later: that is another one."""
+        """Whether a failure is known already. A device may report the same again later: that is another
+        one."""
         again = strike.fault in FINDINGS
         known = (then for then, other in self._all if _same(strike, other))
         return any(not again or abs(then - now + strike.age) < APART for then in known)
@@ -133,13 +143,13 @@ class Strikes:
         return now - strike.age <= self._forgiven.get(strike.place, -math.inf)
 
     def take(self, strikes: Iterable[FailureRecord], now: float) -> None:
-        """What another controller knew."""
+        """Take over what another controller knew."""
         for strike in strikes:
             self.add(strike, now)
 
     def value(self, now: float) -> list[FailureRecord]:
-        """For a successor."""
-        return [replace(strike, age=max(0.0, now - at)) for at, strike in self._current(now)]
+        """What a successor of the controller needs to know of failures."""
+        return [replace(strike, age=max(0.0, now - at)) for at, strike in self._kept(now)]
 
     def against(self, where: str, now: float) -> list[FailureRecord]:
         """What counts against a place. What has followed its role to another one, in the same step, does not.
@@ -182,14 +192,18 @@ class Strikes:
         self._all = [(at, strike) for at, strike in self._all if strike.place != where]
         return counted
 
-    def broken(self, now: float) -> set[tuple[str, int]]:
-        """Devices that have failed of late: place, and index. What has followed its role to another one, in
+    def broken(self, now: float) -> set[Device]:
+        """Devices that have failed of late. What has followed its role to another one, in
         the same step, was not the device's."""
         known = [s for _, s in self._current(now) if s.fault in DEVICE_FAULTS and s.device >= 0]
-        return {(s.place, s.device) for s in known if not self._follows(s)}
+        return {Device(s.place, s.device) for s in known if not self._follows(s)}
+
+    def moved_as_slow(self, now: float) -> str:
+        """The place that was taken out of late as a role there was slow. Empty: none was."""
+        return next((s.place for _, s in reversed(self._kept(now)) if s.fault is Fault.SLOW), "")
 
     def places(self) -> set[str]:
-        """All of which something is known."""
+        """Places of which something is known."""
         return {strike.place for _, strike in self._all}
 
     def again(self, lost: WorkerLost) -> bool:
@@ -216,6 +230,13 @@ class Strikes:
             return False
         return len(self.everywhere(strike.role, strike.step)) > 1
 
+    def _kept(self, now: float) -> list[tuple[float, FailureRecord]]:
+        """Return the strikes that count, and those that say who is not moved once more."""
+        longer = max(self.seconds, SLOW_AGAIN)
+        return [
+            (at, s) for at, s in self._all if now - at <= (longer if s.fault is Fault.SLOW else self.seconds)
+        ]
+
     def _current(self, now: float) -> list[tuple[float, FailureRecord]]:
         return [(at, strike) for at, strike in self._all if now - at <= self.seconds]
 
@@ -226,23 +247,43 @@ def of_worker(lost: WorkerLost, node: str, trained: bool = True) -> FailureRecor
     script = lost.fault is Fault.EXCEPTION and not trained
     step = max(lost.step, 0) if script else lost.step
     return FailureRecord(
-        place(node), lost.device, lost.role, lost.pid, step, lost.fault, lost.signature, lost.age
+        place(node),
+        device=lost.device,
+        role=lost.role,
+        pid=lost.pid,
+        step=step,
+        fault=lost.fault,
+        signature=lost.signature,
+        age=lost.age,
     )
 
 
 def of_link(node: str, said: Suspect) -> FailureRecord:
-    """A link that has failed on a node, in an epoch."""
-    return FailureRecord(place(node), -1, said.role, said.epoch, -1, Fault.LINK, "", age=0.0)
+    """A link that has failed on a node, in an epoch, whose number stands in for a process's."""
+    return _record(node, Fault.LINK, role=said.role, pid=said.epoch)
 
 
 def of_corruption(node: str, device: int, role: int, pid: int, step: int) -> FailureRecord:
     """State that was computed wrongly, in the version `step`."""
-    return FailureRecord(place(node), device, role, pid, step, Fault.CORRUPTION, "", age=0.0)
+    return _record(node, Fault.CORRUPTION, device=device, role=role, pid=pid, step=step)
+
+
+def of_slow(found: Finding) -> FailureRecord:
+    """A node that is taken out since a role there is slow."""
+    signature = f"slow: {found.part}"
+    return replace(_record(found.node, Fault.SLOW, pid=found.pid, role=found.role), signature=signature)
 
 
 def of_node(node: str, agent: int, fault: Fault) -> FailureRecord:
     """The loss of a node. `agent`: its pid."""
-    return FailureRecord(place(node), -1, -1, agent, -1, fault, "", age=0.0)
+    return _record(node, fault, pid=agent)
+
+
+def _record(
+    node: str, fault: Fault, *, pid: int, device: int = -1, role: int = -1, step: int = -1
+) -> FailureRecord:
+    """The record of a failure of now, which has no exception."""
+    return FailureRecord(place(node), device, role, pid, step, fault, signature="", age=0.0)
 
 
 def ends(lost: WorkerLost, trained: bool, same_again: bool) -> str:
@@ -263,7 +304,7 @@ def exit_code(lost: WorkerLost) -> int:
 
 
 def _once(here: Iterable[FailureRecord]) -> list[FailureRecord]:
-    """All of them; of what several devices of a machine warn of at the same time, as a link's other end has
+    """All failures; of what several devices of a machine warn of at the same time, as a link's other end has
     failed, the first."""
     found, newest = list[FailureRecord](), math.inf
     for strike in here:  # oldest first

@@ -24,7 +24,8 @@ RETURN_GRACE = 0.3
 ASK = 1.0
 """Seconds between two rounds of questions about a node that is silent."""
 ASK_AGAIN = 0.1
-"""The same, about one whose connection broke: the kernel may close that a moment before what listens."""
+"""Seconds until others are asked again about a node whose connection broke: the kernel may close that a
+moment before what listens."""
 WITNESSES = 3
 """Nodes that are asked about one."""
 PATIENCE = 3.0
@@ -48,7 +49,7 @@ class Rhythm:
         self._last = self._mean = self._variance = 0.0
 
     def beat(self, now: float) -> None:
-        """It is heard."""
+        """The node is heard: it lives."""
         if self._count:
             off = now - self._last - self._mean
             new = max(_NEW, 1 / self._count)
@@ -78,7 +79,7 @@ class NodeLiveness:
     pulses: int = -1
     """The number of that word."""
     answers: dict[NodeName, ProbeResult] = field(default_factory=dict)
-    """By witness, whether it reaches the node, since that was heard last, or its connection broke."""
+    """Witness -> whether it reaches the node, since that was heard last or its connection broke."""
     counts_from: int = 0
     """The first round of questions whose answers are no older than that."""
     asked: float = -math.inf
@@ -93,12 +94,13 @@ class NodeLiveness:
             self.answers = {}
 
     def beat(self, now: float) -> None:
-        """Its agent's heartbeat is here."""
+        """A heartbeat of the node's agent is here."""
         if self.pulsed == -math.inf:
             self.rhythm.beat(now)
 
     def pulse(self, now: float, number: int, stalled: float) -> None:
-        """Its machine lives, and its agent did something `stalled` seconds ago, unless that is said again."""
+        """A pulse is here: the machine lives, and its agent did something `stalled` seconds ago; a repeated
+        one says nothing new."""
         if number <= self.pulses:
             return
         self.pulses = number
@@ -108,8 +110,8 @@ class NodeLiveness:
             self.hear(now - stalled)
 
     def breaks(self, now: float, asked_next: int) -> None:
-        """Its connection has. What others saw before is of no use, also where they have yet to say it.
-        `asked_next`: the next round of questions."""
+        """The node's connection has broken. What others saw before is of no use, also where they have yet to
+        say it. `asked_next`: the number of the next round of questions."""
         self.gone_since, self.answers, self.counts_from = now, {}, asked_next
 
     def answered(self, witness: NodeName, reach: ProbeResult, asked: int) -> None:
@@ -119,8 +121,8 @@ class NodeLiveness:
 
     @property
     def ended(self) -> list[NodeName]:
-        """Who has found that its process has: its connection broke, and after that nothing listened at its
-        address, on a machine that is there to say so."""
+        """The nodes that have found that its process has ended: its connection broke, and after that nothing
+        listened at its address, on a machine that is there to say so."""
         if self.gone_since is None:
             return []
         return sorted(name for name, reach in self.answers.items() if reach == "refused")
@@ -172,13 +174,15 @@ class NodeLiveness:
 
 @dataclass
 class Steps:
-    """That steps finish on all roles: who has finished one proves that all were in it, some time before."""
+    """Evidence that all workers live: who has finished a step proves that all were in it, some time
+    before."""
 
     newest: Version = -1
     at: float = -math.inf
     """When it was heard of."""
     lived: float = -math.inf
-    """Until when the workers of all roles lived: when the step before was heard of."""
+    """The time until which the workers of all roles are known to have lived: when the step before was heard
+    of."""
 
     def done(self, newest: Version, now: float) -> None:
         """Some role has this one."""
@@ -188,8 +192,8 @@ class Steps:
 
 
 def chosen(node: NodeName, names: Sequence[NodeName], speaks: Callable[[NodeName], bool]) -> list[NodeName]:
-    """Who is asked about `node`: the next ones after it that can be, so that not all ask the same. `names`:
-    of all nodes, ascending."""
+    """The witnesses that are asked about `node`: the next ones after it that can be, so that not all ask the
+    same. `names`: of all nodes, ascending."""
     found: list[NodeName] = []
     first = bisect(names, node)
     for at in range(first, first + len(names)):  # no further than it has to: there may be ten thousand

@@ -1,4 +1,4 @@
-"""The controller's answers to `ftctl`: status, state of a role, injected failures.
+"""The controller's answers to what `ftctl` asks: status, and the state of roles and nodes.
 
 No message grows with the job: what is of all roles or nodes comes in pieces, each of which is asked for, so
 that no answer holds up what else there is to do.
@@ -14,10 +14,9 @@ from itertools import chain, islice
 from typing import TypeVar
 
 from ft_core.control.cluster_state import ClusterState
-from ft_core.control.events import Effect, Peer, Record, Send
-from ft_core.control.liveness.strikes import place
+from ft_core.control.events import Effect, Peer, Send
 from ft_core.control.phases import Phase
-from ft_core.protocol.domains import shared
+from ft_core.protocol.domains import place, shared
 from ft_core.protocol.groups import runs_of, text_of
 from ft_core.protocol.messages import (
     NAMED,
@@ -26,12 +25,8 @@ from ft_core.protocol.messages import (
     DescribeFlight,
     DescribeRole,
     DomainSpares,
-    Forgiven,
     HostsFollow,
-    Inject,
-    Injected,
     JobStatus,
-    KillWorker,
     Message,
     NodesStatus,
     NodeStatus,
@@ -52,14 +47,14 @@ Row = TypeVar("Row")
 ROWS = 1024
 """The most rows of one message."""
 SLOWEST = 4
-"""Roles that are named."""
+"""How many of the slowest roles are named."""
 ANSWER = 5.0
 """Seconds that an agent has to answer what `ftctl` asks of it."""
 
 
 @dataclass
 class Question:
-    """About a role: its agent knows."""
+    """A question about a role that its agent answers."""
 
     peer: Peer
     asked: DescribeRole | DescribeFlight
@@ -76,7 +71,7 @@ class Questions:
     """What is left of the list that somebody reads."""
 
     def list_rows(self, cluster: ClusterState, peer: Peer, asked: AskRows, now: float) -> list[Effect]:
-        """Its first piece."""
+        """The first piece of the list that is asked for."""
         match asked.what:
             case "roles":
                 self._listed[peer] = _in_pieces(RolesStatus, roles(cluster))
@@ -87,7 +82,7 @@ class Questions:
         return self.more(peer)
 
     def more(self, peer: Peer) -> list[Effect]:
-        """The next piece."""
+        """The next piece of the list that this peer reads."""
         piece = next(self._listed.get(peer, iter(())), None)
         if piece is None:
             return [Send(peer, Denied(error="there is no list of which there is more"))]
@@ -118,7 +113,7 @@ class Questions:
         return [Send(each.peer, answer) for each in found]
 
     def tick(self, now: float) -> list[Effect]:
-        """Nobody waits for ever."""
+        """Deny what has not been answered in time: nobody waits for ever."""
         late = [question for question in self.open if now > question.until]
         self.open = [question for question in self.open if now <= question.until]
         return [
@@ -127,24 +122,9 @@ class Questions:
         ]
 
     def disconnected(self, peer: Peer) -> None:
-        """Who has asked is gone."""
+        """Forget what a peer has asked that is gone."""
         self.open = [question for question in self.open if question.peer != peer]
         self._listed.pop(peer, None)
-
-
-def inject(cluster: ClusterState, peer: Peer, asked: Inject) -> list[Effect]:
-    """Kill a role's worker, or a whole node."""
-    role = asked.role
-    node = cluster.nodes.get(cluster.places.get(role, "") if role is not None else asked.node or "")
-    if node is None:
-        victim = role if role is not None else asked.node
-        return [Send(peer, Denied(error=f"no such role or node: {victim}"))]
-    what = f"node {node.name}" if role is None else f"role {role}"
-    return [
-        Record("injected", cluster.epoch, f"ftctl kill {what}"),
-        Send(node.peer, KillWorker(role=role)),
-        Send(peer, Injected(killed=node.name if role is None else role)),
-    ]
 
 
 def hosts(cluster: ClusterState, peer: Peer) -> list[Effect]:
@@ -156,7 +136,8 @@ def hosts(cluster: ClusterState, peer: Peer) -> list[Effect]:
 
 
 def nodes(cluster: ClusterState, now: float, struck: bool) -> Iterator[NodesStatus]:
-    """All that are there, and those of which something is known; or those against which something counts."""
+    """The rows of live nodes, and of those that have left strikes behind. `struck`: only those with
+    strikes."""
     known, limit = cluster.strikes, cluster.settings
     against = {where: known.against(where, now) for where in sorted(known.places())}
     avoided, here, about = known.avoided(now), set[str](), (limit.strikes, 60 * limit.strike_minutes)
@@ -166,30 +147,25 @@ def nodes(cluster: ClusterState, now: float, struck: bool) -> Iterator[NodesStat
             here.add(where := place(name))
             strikes = against.get(where, [])
             if strikes or not struck:
-                found = cluster.roles_by_node.get(name, [])
-                row = name, node.hello.domain, True, found, node.idle, strikes, where in avoided
-                yield NodeStatus(*row, draining=name in cluster.draining)
+                yield NodeStatus(
+                    name,
+                    node.hello.domain,
+                    alive=True,
+                    roles=cluster.roles_by_node.get(name, []),
+                    idle=node.idle,
+                    strikes=strikes,
+                    avoided=where in avoided,
+                    draining=name in cluster.draining,
+                )
 
     def gone() -> Iterator[NodeStatus]:
         for where, strikes in against.items():
             if strikes and where not in here:
-                yield NodeStatus(where, "", False, [], 0, strikes, where in avoided)
+                yield NodeStatus(
+                    where, "", alive=False, roles=[], idle=0, strikes=strikes, avoided=where in avoided
+                )
 
     return (NodesStatus(*about, rows, more) for rows, more in _pieces(chain(there(), gone())))
-
-
-def forgive(cluster: ClusterState, peer: Peer, node: str, now: float) -> list[Effect]:
-    """Forget what counts against a node."""
-    where = place(node)
-    if where not in cluster.strikes.places() | {place(name) for name in cluster.nodes}:
-        return [Send(peer, Denied(error=f"no such node: {node}"))]
-    count = cluster.strikes.forgive(where, now)
-    return [
-        Record(
-            "forgiven", cluster.epoch, f"ftctl nodes forgive {where}: {count} strikes", more={"node": where}
-        ),
-        Send(peer, Forgiven(where, count)),
-    ]
 
 
 def roles(cluster: ClusterState) -> Iterator[RoleStatus]:
@@ -241,7 +217,7 @@ def spares(cluster: ClusterState) -> Iterator[SpareStatus]:
 
 
 def status(cluster: ClusterState, phase: Phase, finished: set[int], pid: int, now: float) -> JobStatus:
-    """In a few words."""
+    """The job's status in a few words, of whatever size the job is."""
     settings = cluster.settings
     missing: list[RoleNamed] = []
     slowest: list[tuple[int, float, int, str]] = []
@@ -293,7 +269,7 @@ def status(cluster: ClusterState, phase: Phase, finished: set[int], pid: int, no
 
 
 def _struck(cluster: ClusterState, now: float) -> list[Struck]:
-    """The most often first."""
+    """Places with strikes, the most first."""
     avoided = cluster.strikes.avoided(now)
     found = [
         Struck(where, len(cluster.strikes.against(where, now)), where in avoided)

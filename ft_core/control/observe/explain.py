@@ -47,6 +47,8 @@ def avoided(place: str, strikes: int, last: FailureRecord, settings: Settings) -
     why = f"has failed {strikes} times within {settings.strike_minutes:g} min"
     if last.fault is Fault.DEVICE_CONDEMNED:
         why = f"has a device{f' ({last.device})' * (last.device >= 0)} to be repaired, {last.signature}"
+    if last.fault is Fault.SLOW:
+        why = f"is taken out, as role {last.role} was slow there"
     return (
         f"node {place} {why}: it is not used "
         f"while there is another. Look at it (ftctl nodes), then: ftctl nodes forgive {place}"
@@ -81,7 +83,7 @@ def begins_anew(escalation: Escalation, reason: str, settings: Settings) -> str:
 
 
 def shortage(cluster: ClusterState, found: NotEnoughWorkers) -> tuple[str, list[str]]:
-    """That there are too few workers; and the lost nodes, if that is why."""
+    """What to say where there are too few workers; and the lost nodes, if that is why."""
     nodes = sorted({cluster.places[role] for role in found.roles} - set(cluster.nodes))
     what = f"no worker for roles [{some(found.roles)}] (lost nodes: {some(nodes) or 'none'})"
     return what + (f", and the job cannot shrink: {found.reason}" if found.reason else ""), nodes
@@ -100,7 +102,7 @@ def how_to_join(cluster: ClusterState) -> str:
 
 
 def what_is_left(cluster: ClusterState) -> str:
-    """While the job waits for nodes."""
+    """What the job has left to go on from, while it waits for nodes."""
     if any(cluster.alive(role, node) for role, node in cluster.places.items()):
         return "survivors hold their state until a node joins"
     left = "no node is left" if not cluster.nodes else "no node with a role is left"
@@ -149,7 +151,7 @@ def saved(cluster: ClusterState, version: int, name: str) -> str:
 
 
 def not_saved(cluster: ClusterState, why: str) -> str:
-    """That the newest version is nowhere but in memory."""
+    """What to say where the newest version could not be saved."""
     before = "the one before" if cluster.redone == 1 else f"one up to {cluster.redone:,} before"
     text = f"the newest version, of step {cluster.newest_seen:,} or {before}, is not saved: {why}"
     if where := cluster.settings.durable_dir:

@@ -66,7 +66,7 @@ class Standing:
 
 
 class Account:
-    """One controller's. All times are of the wall clock, in seconds since whenever."""
+    """The account that one controller keeps. All times are of the wall clock, in seconds since whenever."""
 
     def __init__(self, wall: float, past: Spent | None = None, ago: float = 0.0) -> None:
         """`past`: what a predecessor has noted, so many seconds ago."""
@@ -74,7 +74,7 @@ class Account:
         past = past or Spent(Cause.START_UP)
         self.now, self.epoch = past.now, past.epoch
         self.seconds = dict.fromkeys(Cause, 0.0) | past.seconds
-        """Up to the mark."""
+        """Seconds by cause, up to the mark."""
         self.version, self.reached, self.share = past.version, past.reached, past.share
         self.step = past.step
         """Seconds that a step has taken last; 0 before any."""
@@ -84,7 +84,7 @@ class Account:
         self._restored = False
         """Whether all roles have their state, and no step was done since."""
         self.steps_redone = 0
-        """That this controller has seen."""
+        """Steps done again that this controller has seen."""
         self._redone, self._waited = past.redone, past.waited
         self._goal = past.reached
         """The version up to which steps are done again in this epoch."""
@@ -122,7 +122,7 @@ class Account:
         return self.pace.patience(0.0 if self.trains else self.seconds[Cause.START_UP])
 
     def spent(self, wall: float) -> Spent:
-        """For events, and for a successor."""
+        """The account so far, for events and for a successor."""
         seconds = {cause: round(s, _DIGITS) for cause, s in self.seconds.items() if s}
         return Spent(
             *(self.now, seconds, self.epoch, self.version, self.reached, self.share),
@@ -134,8 +134,9 @@ class Account:
     def to(
         self, cause: Cause, wall: float, epoch: int | None = None, between_steps: bool = False
     ) -> dict[Cause, float]:
-        """From now on its time goes to this; `epoch`: that was decided on. Returns what was cut off of a
-        step, if roles were training, by what it went to; `between_steps`: they have waited since the last."""
+        """Let the job's time go to `cause` from now on; `epoch`: the one that was decided on. Returns what
+        was cut off of a step, if roles were training, by what it went to; `between_steps`: they have waited
+        since the last."""
         if cause is self.now and self._restored and epoch in (None, self.epoch):
             self._pass(self.now, self._sure(wall))
             return {}
@@ -233,7 +234,7 @@ class Account:
         return _rounded(parts)
 
     def _goes_on(self, found: Found, wall: float) -> None:
-        """In the epoch that it finds all roles in, with their state."""
+        """Go on in the epoch that a former controller has begun, with all roles in it."""
         self.begins(found.epoch, found.base, found.share)
         if found.stepped:
             self._pass(self.now, wall)
@@ -244,7 +245,8 @@ class Account:
         self.now, self._restored, self._blind = Cause.PRODUCTIVE, False, False
 
     def _sure(self, wall: float) -> float:
-        """Until when it is known what time has gone to: the last of it may turn out to be a step's."""
+        """The time until which it is known what time has gone to: the last of it may turn out to be a
+        step's."""
         return wall - self.pace.usual if self._restored else wall
 
     # -- marks -------------------------------------------------------------------------------------
@@ -255,7 +257,7 @@ class Account:
         self._mark = max(self._mark, until)
 
     def _steps(self, steps: int, seconds: float) -> None:
-        """So many seconds since the mark went to so many steps."""
+        """Enter that so many seconds since the mark went to so many steps."""
         again = max(0, min(self.version + steps, self._goal) - self.version)
         share = again / steps if steps else 0.0
         redone = seconds * share
@@ -286,5 +288,5 @@ class Account:
 
 
 def _rounded(seconds: Mapping[Cause, float]) -> dict[Cause, float]:
-    """For an event, without those of which it is 0."""
+    """Seconds as an event has them: rounded, without the causes that have none."""
     return {cause: round(s, _DIGITS) for cause, s in seconds.items() if s >= 10**-_DIGITS}

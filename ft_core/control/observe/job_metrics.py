@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ft_core.control.decide.risk import ClusterHoldings
+from ft_core.control.liveness.stragglers import Finding
+from ft_core.control.liveness.strikes import Device
 from ft_core.control.observe.goodput import Standing
 from ft_core.protocol.goodput import Cause
 from ft_core.protocol.messages import Fault, RoleBeat
@@ -27,13 +29,13 @@ PHASES = (Cause.DETECTION, Cause.DECISION, Cause.WAITING, Cause.RESTORING)
 
 @dataclass
 class Durations:
-    """How many took how long."""
+    """A histogram: how many took how long."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(SECONDS) + 1))
     total: float = 0.0
 
     def add(self, seconds: float, times: int = 1) -> None:
-        """So many took so long each."""
+        """Count something that took so long, so many times."""
         self.counts[bisect.bisect_left(SECONDS, seconds)] += times
         self.total += times * seconds
 
@@ -47,9 +49,9 @@ class JobMetrics:
     """Counts what this controller has seen."""
 
     failures: Counter[tuple[str, str, str]] = field(default_factory=Counter)
-    """By class, node and failure domain."""
+    """How often what has failed, by class, node and failure domain."""
     recoveries: Counter[str] = field(default_factory=Counter)
-    """By the origin of the state that the job went on from."""
+    """Recoveries, by the origin of the state that the job went on from."""
     rungs: Counter[str] = field(default_factory=Counter)
     """How often each rung of the ladder was climbed, by name."""
     phases: dict[str, Durations] = field(
@@ -66,7 +68,7 @@ class JobMetrics:
     _xids: dict[str, Mapping[int, int]] = field(default_factory=dict)
     """What each node with any has said of them last."""
     loss: float | None = None
-    """That some role has told last."""
+    """The loss that some role has told last."""
     writes: Durations = field(default_factory=Durations)
     """How long single roles took to write what they had of durable checkpoints."""
     durable: float | None = None
@@ -77,7 +79,7 @@ class JobMetrics:
     """What time had gone to when the failure was noticed that is being recovered from, and since when."""
 
     def failed(self, fault: Fault, place: str, domain: str) -> None:
-        """Something has, there."""
+        """Count a failure of that class there."""
         key = str(fault), place, domain
         if key not in self.failures and len(self.failures) >= PLACES:
             key = str(fault), OTHER, OTHER
@@ -138,7 +140,7 @@ class JobMetrics:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What is known at a moment."""
+    """What metrics tell of the job at a moment."""
 
     job: dict[str, str]
     phase: str
@@ -151,22 +153,22 @@ class Numbers:
     recoveries: dict[str, int]
     rungs: dict[str, int]
     recovery: dict[str, tuple[list[int], float]]
-    """By phase: cumulative counts, and the sum."""
+    """How long each phase of recoveries took: cumulative counts, and the sum."""
     steps: tuple[list[int], float]
     steps_redone: int
     seconds: dict[Cause, float]
     waited: float
     sent: int
     durable: float | None
-    """Seconds since 1970."""
+    """When a durable checkpoint was whole last, in seconds since 1970."""
     suspects: int
     xids: dict[int, int]
     """Errors of GPUs, by number."""
     loss: float | None
     """The script's newest loss, where it tells it."""
     writes: tuple[list[int], float]
-    broken: set[tuple[str, int]]
-    """Devices that have failed of late: the node, and the index."""
+    broken: set[Device]
+    """Devices that have failed of late."""
     held: ClusterHoldings | None
     """Who has what of the roles' state; None before anybody plays a role."""
     standing: Standing
@@ -174,8 +176,10 @@ class Numbers:
     """Why the job is not protected, if so."""
     every: int
     """Steps from a protected version to the next."""
+    stragglers: tuple[Finding, ...] = ()
+    """Roles whose own part of a step takes longer than that of their like, the slowest first."""
 
 
 def counted(durations: Durations) -> tuple[list[int], float]:
-    """For `Numbers`."""
+    """Durations as `Numbers` has them: cumulative counts, and the sum."""
     return durations.cumulative(), durations.total

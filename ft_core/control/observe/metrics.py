@@ -17,7 +17,6 @@ from prometheus_client.core import (
 from prometheus_client.metrics_core import Metric
 
 from ft_core.control.decide.ladder import Rung
-from ft_core.control.liveness import stragglers
 from ft_core.control.observe.job_metrics import SECONDS, Numbers
 from ft_core.control.phases import Done, Forming, Quiescing, Rebuilding, Running, Saving, Waiting
 from ft_core.protocol.exposition import metrics, version
@@ -139,8 +138,8 @@ def families(found: Numbers) -> Iterator[Metric]:
         "0 for a device that has failed of late, or reports that it may; of the others nothing is said.",
         labels=["node", "device"],
     )
-    for node, device in sorted(found.broken):
-        devices.add_metric([node, str(device)], 0)
+    for device in sorted(found.broken):
+        devices.add_metric([device.place, str(device.number)], 0)
     yield devices
     xids = CounterMetricFamily(
         "ft_xid",
@@ -152,12 +151,12 @@ def families(found: Numbers) -> Iterator[Metric]:
     yield xids
     slow = GaugeMetricFamily(
         "ft_straggler_score",
-        "Of a role whose own part of a step takes notably longer than others', how many times the median.",
-        labels=["role"],
+        "Of a role whose own part of a step takes notably longer than that of its like, how many times as "
+        "long, and what of it: compute, or data.",
+        labels=["role", "part"],
     )
-    nodes = found.held.nodes if found.held is not None else ()
-    for role, score in stragglers.scores([node.roles for node in nodes]).items():
-        slow.add_metric([str(role)], score)
+    for each in found.stragglers:
+        slow.add_metric([str(each.role), each.part], each.score)
     yield slow
     yield GaugeMetricFamily(
         "ft_hang_suspects", "Roles that others wait for longer than usual.", found.suspects
@@ -172,7 +171,7 @@ def _ready(found: Numbers) -> Answer:
 
 
 PAGES = {"/metrics": lambda found: metrics(families(found)), "/healthz": lambda _: OK, "/readyz": _ready}
-"""By path."""
+"""The pages, by path."""
 
 
 def _buckets(counts: list[int]) -> list[tuple[str, float]]:

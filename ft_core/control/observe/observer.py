@@ -108,7 +108,7 @@ class Observer:
         return about
 
     def _cut_off(self, seconds: Mapping[Cause, float]) -> None:
-        """For the next record that says what time goes to."""
+        """Keep what was cut off of steps for the next record that says what time goes to."""
         for cause, more in seconds.items():
             self._cut[cause] = self._cut.get(cause, 0.0) + more
 

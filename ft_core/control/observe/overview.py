@@ -13,9 +13,8 @@ import msgspec
 
 from ft_core.control.cluster_state import ClusterState
 from ft_core.control.decide.risk import ClusterHoldings, Present, present
-from ft_core.control.liveness import stragglers
-from ft_core.control.liveness.strikes import place
 from ft_core.control.observe.job_metrics import Numbers
+from ft_core.protocol.domains import place
 from ft_core.protocol.goodput import Cause
 from ft_core.protocol.groups import runs_of, text_of
 from ft_core.protocol.messages import NAMED, RoleBeat
@@ -33,7 +32,7 @@ class Node(NamedTuple):
     domain: str
     state: State
     roles: str
-    """In runs."""
+    """The node's roles, as runs such as `0-3,8`."""
     marks: str
     """One for each role: `.` it is as far as the others, `b` behind, `m` not heard of, `f` finished."""
     step: int
@@ -55,14 +54,14 @@ class Overview:
     gone: Mapping[str, str]
     """Nodes with roles that are not there, and their domains."""
     hosts: Mapping[str, list[int]]
-    """By node, its roles."""
+    """Node -> its roles."""
     finished: frozenset[int]
     suspects: tuple[int, ...]
     """Roles that others wait for longer than usual."""
     struck: Mapping[str, tuple[int, bool]]
-    """By place: what counts against it, and whether it is avoided."""
+    """Place -> how many strikes count against it, and whether it is avoided."""
     strikes: int
-    """That make a node one to be avoided."""
+    """How many strikes make a node one to be avoided."""
     world: int
     nproc: int
     policy: str
@@ -122,7 +121,7 @@ class Overview:
         return "b" if beat.step < least else "."
 
     def job(self) -> dict[str, Any]:
-        """What is so of all together."""
+        """What the page says of the job as a whole."""
         numbers = self.numbers
         return {
             "phase": numbers.phase,
@@ -142,7 +141,7 @@ class Overview:
                 if role in self.suspects
             ][:NAMED],
             "suspected": len(self.suspects),
-            "stragglers": self._stragglers(),
+            "stragglers": [(each.role, each.node, each.score, each.part) for each in numbers.stragglers],
             "below": self.held.below if self.held is not None else None,
             "durable": numbers.durable,
             "redone": numbers.steps_redone,
@@ -155,18 +154,12 @@ class Overview:
             "strikes": self.strikes,
         }
 
-    def _stragglers(self) -> list[tuple[int, str, float]]:
-        """Role, node and score."""
-        places = self.held.places if self.held is not None else {}
-        found = stragglers.scores([node.roles for node in self.nodes])
-        return [(role, places[role], score) for role, score in found.items() if role in places]
-
     def has_node(self, name: str) -> bool:
-        """Whether it is there."""
+        """Whether the node is there."""
         return any(node.name == name for node in self.nodes)
 
     def has_role(self, role: int) -> bool:
-        """Whether it is some node's."""
+        """Whether some node plays the role."""
         return any(role in roles for roles in self.hosts.values())
 
     def node(self, name: str) -> dict[str, Any] | None:
@@ -208,7 +201,7 @@ class Overview:
         return {"roles": len(self.hosts.get(name, ())), "room": sum(max(0, count) for count in free)}
 
     def loss(self, name: str) -> dict[str, Any] | None:
-        """If that node died now; None while it is not known who has what."""
+        """What would be lost if that node died now; None while it is not known who has what."""
         if self.held is None:
             return None
         found = self.held.without(name)
@@ -221,7 +214,7 @@ class Overview:
 
 @lru_cache(maxsize=1 << 14)
 def _text(roles: tuple[int, ...]) -> str:
-    """Those of a node hardly ever change."""
+    """Roles as runs, kept: those of a node hardly ever change."""
     return text_of(runs_of(roles))
 
 

@@ -66,7 +66,7 @@ FILES = {
     "uplot/uPlot.iife.min.js": "text/javascript; charset=utf-8",
     "uplot/uPlot.min.css": "text/css; charset=utf-8",
 }
-"""In `web`, and what they are."""
+"""Files in `web`, and their types."""
 EVERY = 1.0
 """Seconds between two looks at the job, while somebody does; of a very large one, more."""
 BEHIND = 8
@@ -243,7 +243,7 @@ class Page:
     # -- what is asked for -------------------------------------------------------------------------
 
     def _reads(self, answer: Callable[[Request], Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
-        """With what holds for all requests."""
+        """A page for readers, with what holds for all requests."""
 
         async def guarded(request: Request) -> Response:
             if not self._operator.may_read(request.headers):
@@ -395,7 +395,7 @@ def _in_thread(read: Callable[[], object]) -> concurrent.futures.Future[object]:
 
 
 def _flight(log: FlightLog) -> dict[str, Any]:
-    """For people: times as seconds before it was read."""
+    """A flight record for people: times are seconds before it was read."""
     groups = {group.id: f"{group.label} {group.name}".strip() for group in log.groups}
     return {
         "role": log.role,

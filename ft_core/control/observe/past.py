@@ -24,15 +24,15 @@ log = logging.getLogger(__name__)
 READ = 4 << 20
 """Bytes of the file's end that are read at first."""
 LINES = 2000
-"""That are kept."""
+"""Lines that are kept."""
 SHOWN = 100
-"""Recoveries, and events."""
+"""Recoveries, and events, that are shown."""
 STRIPS = 400
 """The most strips of the time line."""
 POINTS = 1000
 """The most points of the time before there was a controller that could be asked."""
 REASON = 2000
-"""Characters."""
+"""Characters of a reason that are shown."""
 EVERY = 0.5
 """Seconds between two looks."""
 _NAMED = 8
@@ -68,11 +68,11 @@ class Past:
         self.told = Told()
 
     def start(self) -> None:
-        """In a thread, which nobody waits for."""
+        """Read the file in a thread, which nobody waits for."""
         threading.Thread(target=self._run, name="ft-page-events", daemon=True).start()
 
     def close(self) -> None:
-        """Soon."""
+        """Let the thread end soon."""
         self._over.set()
 
     def _run(self) -> None:

@@ -19,7 +19,7 @@ class ProgressReporter:
 
     def __init__(self) -> None:
         self._since: float | None = None
-        """Since when it is not."""
+        """The time since which all is not well; None: all is."""
         self._wait = FIRST
         self._starts = False
         """Whether it was the job's start: of a recovery it is said elsewhere that all is well again."""
@@ -74,9 +74,9 @@ def _doing(cluster: ClusterState, phase: Phase, progress: Progress | None) -> st
         case Saving():
             return "the job ends, and its newest version is written to storage"
     assert progress is not None
-    what, awaited = progress.awaited
-    verb = "have their state" if what == "state" else "have finished a step"
-    done = f"{len(cluster.places) - len(awaited)} of {len(cluster.places)} roles {verb}"
-    names = sorted({cluster.places[role] for role in awaited if role in cluster.places})
-    awaiting = f"not yet: roles {explain.some(sorted(awaited))} on {explain.some(names)}"
+    awaited = progress.awaited
+    verb = "have their state" if awaited.what == "state" else "have finished a step"
+    done = f"{len(cluster.places) - len(awaited.roles)} of {len(cluster.places)} roles {verb}"
+    names = sorted({cluster.places[role] for role in awaited.roles if role in cluster.places})
+    awaiting = f"not yet: roles {explain.some(sorted(awaited.roles))} on {explain.some(names)}"
     return f"{'recovering' if cluster.trained else 'starting'}: {done}; {awaiting}"

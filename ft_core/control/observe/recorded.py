@@ -15,7 +15,7 @@ class Event:
 
     when: str
     fields: Mapping[str, str] = field(default_factory=dict)
-    """That such a line may have besides `ALWAYS` and `ACCOUNT`."""
+    """The fields that such a line may have besides `ALWAYS` and `ACCOUNT`."""
 
 
 ALWAYS: Mapping[str, str] = {
@@ -111,6 +111,16 @@ EVENTS: Mapping[str, Event] = {
             "said": "in the driver's words",
         },
     ),
+    "straggler": Event(
+        "a role (`roles`) is [slow](symptoms.md#ftstraggler) compared with its like, and `reason` says how; "
+        "or is not any more",
+        {
+            **_NODE,
+            "part": "what of its step takes long: `compute`, or `data`, that it waits for them",
+            "score": "times the usual",
+            "over": "whether it is not any more",
+        },
+    ),
     "corruption": Event(
         "with [`--ft-verify`](operations/settings.md#silent-corruption): who held corrupt state (`roles`), "
         "as the step that was done again has shown; without `roles` it has not"
@@ -122,6 +132,14 @@ EVENTS: Mapping[str, Event] = {
         "a node has failed so often, or has such a device, that it is not used while there is another "
         "([its record](operations/change.md#a-nodes-record))",
         _NODE,
+    ),
+    "used_in_need": Event(
+        "a node that is avoided is given roles, as there is no other; `roles`: which", _NODE
+    ),
+    "checked": Event(
+        "a node was [checked](device_health.md#whoever-joins-is-checked) before it is given roles; `reason`: "
+        "what is wrong, or could not be found out",
+        {**_NODE, "found": "`ok`, `sick` or `unknown`", "seconds": "that it was kept waiting for that"},
     ),
     "forgiven": Event("`ftctl nodes forgive`", _NODE),
     "suspected": Event("a worker saw a communicator break; ends nothing by itself"),
@@ -202,4 +220,4 @@ EVENTS: Mapping[str, Event] = {
     "finished": Event("every role's script is done"),
     "stopped": Event("the job is over without that; `reason` says why"),
 }
-"""By name."""
+"""Every event, by name."""

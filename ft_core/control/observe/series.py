@@ -12,18 +12,18 @@ class Series:
     """Samples, the oldest first."""
 
     def __init__(self, most: int, every: float) -> None:
-        """At most so many; `every`: seconds between two, at first."""
+        """`most`: how many samples are kept. `every`: seconds between two, at first."""
         self._most, self.every = most, every
         self.samples: list[Sample] = []
 
     def begin(self, samples: Sequence[Sample]) -> None:
-        """With what was before."""
+        """Put samples of an earlier time in front."""
         self.samples = [*samples, *self.samples]
         while len(self.samples) > self._most:
             self.samples = self.samples[::2]
 
     def add(self, sample: Sample) -> bool:
-        """Whether it is taken: not, if the last one is hardly older."""
+        """Add a sample. Returns whether it is taken: not, if the last one is hardly older."""
         last = self.samples[-1][0] if self.samples else None
         if last is not None and sample[0] is not None and 0 <= sample[0] - last < 0.9 * self.every:
             return False

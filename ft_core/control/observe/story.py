@@ -21,7 +21,16 @@ TOGETHER = 5.0
 """Seconds within which nodes without roles that come, or go, have one line, but for the first."""
 
 _WARNINGS = (
-    *("unprotected", "link", "not_drained", "not_returning", "durable_failed", "ledger", "begins_anew"),
+    *(
+        "unprotected",
+        "link",
+        "straggler",
+        "not_drained",
+        "not_returning",
+        "durable_failed",
+        "ledger",
+        "begins_anew",
+    ),
 )
 """Events that ask for somebody's attention, though nothing has failed."""
 _FAILURES = {"detected", "spare_lost", "waiting", "given_up", "drained"}
@@ -31,7 +40,7 @@ _NODES = {"joined": "joined, as spares", "spare_lost": "without a role are gone"
 
 @dataclass
 class _Recovery:
-    """From what has ended an epoch to the first step of another."""
+    """What happens from the end of an epoch to the first step of another."""
 
     since: float
     event: str
@@ -44,13 +53,13 @@ class _Recovery:
     moved: dict[int, str] = field(default_factory=dict)
     """Role -> its node now, of those that were lost."""
     version: int | None = None
-    """That the job goes on from; None: as the script begins."""
+    """The version that the job goes on from; None: as the script begins."""
     origin: str = ""
 
 
 @dataclass
 class _Nodes:
-    """Those that one kind of event is about."""
+    """Nodes that one kind of event is about."""
 
     until: float = 0.0
     """When others may have a line."""
@@ -103,6 +112,8 @@ class Story:
             case "device":
                 of = f"device {record.more['device']} of node {node}"
                 return [f"{of if record.more['device'] != -1 else f'node {node}'}: {reason}"]
+            case "straggler":
+                return [reason]
             case "draining":
                 return [f"node {node} is taken out ({reason}){_of(record.roles)}"]
             case "drained":

@@ -39,20 +39,21 @@ stays broken, or a node fails at once, the others are to train in between. Doubl
 
 @dataclass
 class PrestartAttempt:
-    """To start roles: of replica groups that are away, or of a node that is drained. One at a time."""
+    """One attempt to start roles ahead of need: those of replica groups that are away, or of a node that is
+    drained."""
 
     places: Places
     uncounted: set[int]
     """Roles that have yet to say how far their start-up's record goes."""
     stop: Stop
-    """For which all others stop, once they are ready."""
+    """The request to stop that all others get, once the roles are ready."""
     leaves: str = ""
     """The node that is drained, if so."""
     since: float = 0.0
     idle: dict[str, int] = field(default_factory=dict)
-    """For roles of a drained node: where they start, the idle workers that were there before."""
+    """Where roles of a drained node start: the idle workers that were there before."""
     counts: dict[int, Counts] = field(default_factory=dict)
-    """The others' records."""
+    """What the roles that take part have on record of start-up."""
     orders: dict[str, Prepare] = field(default_factory=dict)
     """What the nodes were told that bring roles back."""
     ready: dict[int, Counts] = field(default_factory=dict)
@@ -80,7 +81,7 @@ class Returned:
     since: float
 
     def late(self, restored: Collection[int], limit: float, now: float) -> list[int]:
-        """Those that should have had their state by now.
+        """The roles that should have had their state by now.
 
         FT-HSDP, section 6.1: a limit on waiting decides between stalling the others and joining later.
         """
@@ -93,12 +94,12 @@ class Prestart:
 
     attempt: PrestartAttempt | None = None
     failed: int = 0
-    """Attempts in a row."""
+    """Attempts in a row that have failed."""
     returned: Returned = field(default_factory=lambda: Returned(set(), 0.0))
     pause: float = PAUSE
     not_before: float = -math.inf
     moves_failed: int = 0
-    """Attempts to start the roles of a node elsewhere, since somebody has asked."""
+    """Failed attempts to start the roles of a drained node elsewhere, since its drain was asked for."""
     _emptied: dict[str, int] = field(default_factory=dict)
     """Nodes where newcomers were ended that others may need the workers of: how many were idle before."""
 
@@ -121,14 +122,15 @@ class Prestart:
         return self.begin(cluster, places, now) if places else []
 
     def begin(self, cluster: ClusterState, places: Places, now: float, leaves: str = "") -> list[Effect]:
-        """Start the roles there. `leaves`: the node that they are to leave, if they are not away."""
+        """Start roles in these places. `leaves`: the node that they are to leave, if they are not away."""
         idle = {name: cluster.nodes[name].idle for name in set(places.values())} if leaves else {}
         here = set(cluster.places)
         self.attempt = PrestartAttempt(places, here, Stop(bool(leaves), set(here)), leaves, now, idle)
         return to(cluster.nodes_with_roles(), SendCounts())
 
     def leave(self, cluster: ClusterState, node: str, now: float) -> list[Effect]:
-        """Nobody starts: all are to stop at the end of the same step, for a node's replica groups to go."""
+        """Have all stop at the end of the same step, without anybody starting, for a node's replica groups to
+        go."""
         self.attempt = PrestartAttempt({}, set(), Stop(True, set(cluster.places)), node, now)
         return self.attempt.stop.ask(cluster, now)
 
@@ -162,7 +164,7 @@ class Prestart:
         return [Record("preparing", cluster.epoch, reason, tuple(roles)), *sends]
 
     def back(self, node: Node, roles: Collection[int]) -> list[Effect]:
-        """A node's connection had broken: what it was asked may have been lost with it. `roles`: its own."""
+        """Say again what a node was asked, since its connection had broken. `roles`: its own."""
         if self.attempt is None:
             return []
         if self.attempt.uncounted & set(roles):
@@ -194,7 +196,8 @@ class Prestart:
         return attempt.stop.ask(cluster, now) if attempt.complete and running else []
 
     def ask_again(self, cluster: ClusterState, now: float) -> list[Effect]:
-        """Where nobody's step is to be cut off, and not all have stopped after the same one."""
+        """Ask all who train once more, where nobody's step is to be cut off and not all have stopped after
+        the same one."""
         attempt = self.attempt
         return [] if attempt is None or not attempt.complete else attempt.stop.ask_again(cluster, now)
 
@@ -223,7 +226,7 @@ class Prestart:
         return self.attempt is not None and self.attempt.places.get(role) == node
 
     def taking_part(self, node: str, beats: Mapping[int, RoleBeat]) -> Mapping[int, RoleBeat]:
-        """Those workers on a node whose roles do not train elsewhere yet."""
+        """What a node says of workers whose roles do not train elsewhere yet."""
         if self.attempt is None or not self.attempt.leaves or not self.attempt.on(node):
             return beats
         return {role: beat for role, beat in beats.items() if not self.concerns(role, node)}

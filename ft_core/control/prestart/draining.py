@@ -18,9 +18,9 @@ from ft_core.control.cluster_state import ClusterState, Node, to
 from ft_core.control.decide.groups import Places
 from ft_core.control.decide.role_placement import PlacementCapacity
 from ft_core.control.events import Close, Effect, Peer, Record, Send
-from ft_core.control.liveness.strikes import place
 from ft_core.control.observe import explain
 from ft_core.control.prestart.attempts import ATTEMPTS, Prestart
+from ft_core.protocol.domains import place
 from ft_core.protocol.messages import (
     Denied,
     Drain,
@@ -33,6 +33,10 @@ from ft_core.protocol.messages import (
 
 LOOK = 0.5
 """Seconds between two looks at how far all roles are."""
+
+
+CHECK = 20.0
+"""Seconds before it is gone in which a node does not wait for the check of another one."""
 
 
 @dataclass
@@ -112,12 +116,13 @@ class Draining:
             return returning.fail(cluster, "the job was told to end (SIGTERM)")
         return []
 
-    def objection(self, cluster: ClusterState, name: NodeName) -> str:
-        """Why a node cannot be taken out, if so. Those that are drained already go first."""
+    def objection(self, cluster: ClusterState, name: NodeName, unfit: Collection[NodeName] = ()) -> str:
+        """Why a node cannot be taken out, if so. Those that are drained already go first. `unfit`: nodes that
+        none of their roles is to go to."""
         going = [*cluster.draining, name]
         roles = [role for each in going for role in cluster.roles_by_node.get(each, ())]
-        if _room(cluster, going).left < len(roles):
-            return _no_room(cluster, len(roles), going)
+        if _room(cluster, [*going, *unfit]).left < len(roles):
+            return _no_room(cluster, len(roles), [*going, *unfit])
         if not _enough_without(cluster, going):
             left = len({node.hello.domain for other, node in cluster.nodes.items() if other not in going})
             k = cluster.settings.replicas
@@ -128,7 +133,7 @@ class Draining:
         return ""
 
     def greeted(self, cluster: ClusterState, node: Node, known: bool) -> list[Effect]:
-        """It has come, and says whether it is drained; if it was `known`, it may have missed that."""
+        """A node has come, and says whether it is drained; if it was `known`, it may have missed that."""
         wanted = node.name in cluster.draining
         if node.hello.draining and not wanted and not known:
             cluster.draining.append(node.name)
@@ -168,7 +173,8 @@ class Draining:
             return self._give_up(cluster, returning, name, f"{ATTEMPTS} starts of its roles elsewhere failed")
         places = _elsewhere(cluster, cluster.roles_by_node[name], now)
         if places is None:
-            if returning.clears(cluster):
+            time_left = self._deadlines.get(name, math.inf) - now
+            if returning.clears(cluster) or (cluster.checking() and time_left > CHECK):
                 return []
             if self._deadlines.get(name, math.inf) < math.inf and can_shrink(cluster, name):
                 return returning.leave(cluster, name, now)
@@ -178,7 +184,7 @@ class Draining:
         return returning.begin(cluster, places, now, leaves=name)
 
     def _give_up(self, cluster: ClusterState, returning: Prestart, name: NodeName, why: str) -> list[Effect]:
-        """It is used as before."""
+        """Use a node as before."""
         returning.moves_failed = 0
         cluster.draining.remove(name)
         return [

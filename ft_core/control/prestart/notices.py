@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from ft_core.control.cluster_state import ClusterState, Node
 from ft_core.control.events import Effect, Record, Send
-from ft_core.control.liveness.strikes import place
 from ft_core.control.prestart.attempts import Prestart
 from ft_core.control.prestart.draining import Draining, can_shrink
 from ft_core.process.sigterm import GRACE
+from ft_core.protocol.domains import place
 from ft_core.protocol.messages import Drain, NodeName, Notice
 
 OTHERS = 1.0
@@ -25,7 +25,7 @@ AGAIN = 30.0
 """Seconds until a node is drained once more whose roles could not start elsewhere; and in which other words
 for a notice that leaves it no less time are no news."""
 SELDOM = 3600.0
-"""Seconds of that at most, which grow from try to try."""
+"""The longest such time, which grows from try to try."""
 LOOK = 1.0
 """Seconds until it is looked again whether a node can be drained: that takes a while in a large job."""
 SOONER = 1.0
@@ -51,7 +51,7 @@ class _Going:
     sick_since: float = -math.inf
     """When that was said last."""
     pause: float = AGAIN
-    """Until it is drained once more, should that come to nothing."""
+    """Seconds until it is drained once more, should that come to nothing."""
     noticed: bool = False
     """Whether somebody announces its machine's end, and may take that back."""
     why_not: str = ""
@@ -119,16 +119,18 @@ class Notices:
         draining: Draining,
         prestart: Prestart,
         now: float,
+        *,
         why_not: str,
-        ends: bool,
+        job_leaves: bool,
     ) -> list[Effect]:
-        """`why_not`: why no drain can begin at present. `ends`: the whole job was told to end."""
+        """Drain the nodes that can be drained by now. `why_not`: why no drain can begin at present.
+        `job_leaves`: the whole job was told to end."""
         effects: list[Effect] = []
         for name, going in sorted(self._going.items(), key=lambda each: each[1].deadline):
             node = cluster.nodes.get(name)
             if node is None:
                 del self._going[name]
-            elif going.told and ends:
+            elif going.told and job_leaves:
                 del self._going[name]
                 effects += [*draining.forget(cluster, prestart, name), Send(node.peer, Drain(wanted=False))]
             elif name in cluster.draining:
@@ -159,7 +161,9 @@ class Notices:
         why_not: str,
         now: float,
     ) -> list[Effect]:
-        objection = why_not or draining.objection(cluster, node.name)
+        # Who is sick goes where it is better, and nowhere else; who is about to go, wherever there is room.
+        unfit = cluster.avoided(now) if going.sick and going.deadline == math.inf else ()
+        objection = why_not or draining.objection(cluster, node.name, unfit)
         if not why_not and going.deadline < math.inf and can_shrink(cluster, node.name):
             objection = ""
         if not objection:

@@ -19,12 +19,13 @@ STEPS = 5
 SKEW = 0.25
 """Seconds between the first and the last role's end of a step; who takes longer has missed the request."""
 ASK_AGAIN = 2.5
-"""The same where nobody's step is to be cut off: then all are asked again, as none of them waits any more."""
+"""Seconds between the first and the last role's end of a step, where nobody's step is to be cut off: then all
+are asked again, as none of them waits any more."""
 
 
 @dataclass
 class Stop:
-    """One such request. A role stops where a version is protected, so that nothing is done again."""
+    """A request to stop. A role stops where a version is protected, so that nothing is done again."""
 
     patient: bool
     """Whether nobody's step is to be cut off, however long that takes."""
@@ -36,7 +37,7 @@ class Stop:
     """Whether some role has stopped."""
     no_later_than: float = 0.0
     asked: int = 0
-    """How often they were."""
+    """How often all were asked."""
     epoch: int = 0
 
     def ask(self, cluster: ClusterState, now: float) -> list[Effect]:
@@ -49,7 +50,8 @@ class Stop:
         return to(cluster.nodes_with_roles(), SendHeartbeat())
 
     def ask_again(self, cluster: ClusterState, now: float) -> list[Effect]:
-        """Where nobody's step is to be cut off, and not all have stopped after the same one."""
+        """Ask all once more, where nobody's step is to be cut off and not all have stopped after the same
+        one."""
         if not self.patient or now <= self.no_later_than:
             return []
         self.held, self.unheld = False, set(cluster.places)
@@ -66,7 +68,7 @@ class Stop:
         return to(cluster.nodes_with_roles(), PauseAfterStep(epoch=cluster.epoch, step=newest + NOTICE))
 
     def stopped(self, cluster: ClusterState, role: int, now: float) -> list[Effect]:
-        """A role has, at the end of its step. So do all, or hardly later."""
+        """A role has stopped at the end of its step. So do all, or hardly later."""
         self.unheld.discard(role)
         if self.held:
             return []
@@ -81,7 +83,7 @@ class Stop:
 
 
 def release(cluster: ClusterState) -> list[Effect]:
-    """They need not stop after all."""
+    """Tell all who train that they need not stop after all."""
     return to(cluster.nodes_with_roles(), PauseAfterStep(epoch=0, step=0))
 
 

@@ -49,7 +49,7 @@ def _one(wanted: str, found: list[str], ids: Mapping[str, str]) -> str | None:
 
 
 def _can_be_opened(listed: Path, files: str) -> bool:
-    """Also where that cannot be found out."""
+    """Whether this process can open the device; true also where that cannot be found out."""
     with contextlib.suppress(OSError):
         for line in (listed / "information").read_text(errors="replace").splitlines():
             name, _, number = line.partition(":")
@@ -62,7 +62,7 @@ def _can_be_opened(listed: Path, files: str) -> bool:
 
 
 def _ids(found: list[str], listed: str) -> dict[str, str]:
-    """By id, where it is."""
+    """Id of each GPU -> its PCI address."""
     ids = {}
     for bus in found:
         with contextlib.suppress(OSError):
@@ -73,5 +73,5 @@ def _ids(found: list[str], listed: str) -> dict[str, str]:
 
 
 def _plain(bus: str) -> str:
-    """Without the function: as in the driver's messages."""
+    """A PCI address without the function, as in the driver's messages."""
     return bus.partition(".")[0].lower()

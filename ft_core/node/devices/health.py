@@ -18,13 +18,13 @@ class Condition(NamedTuple):
     """Something that is wrong now."""
 
     name: str
-    """By which it is known again, such as `link of mlx5_0`."""
+    """The name by which it is known again, such as `link of mlx5_0`."""
     action: DeviceAction
     """What is to be done about it, once, when it begins."""
     device: int = -1
     """The index of the GPU that it is about; -1: the machine."""
     text: str = ""
-    """For people: what was seen."""
+    """What was seen, for people."""
 
 
 Health = Callable[[], Iterable[Condition]]

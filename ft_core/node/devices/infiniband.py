@@ -16,7 +16,7 @@ takes the links of all its nodes, and where training needs one that is gone, its
 
 
 class Links:
-    """Those ports that have had a link since somebody looks: others may not be in use."""
+    """Ports that have had a link since somebody looks: others may not be in use."""
 
     def __init__(self, root: str = ROOT) -> None:
         self._root = Path(root)

@@ -14,7 +14,7 @@ _AT_ONCE = 256
 
 
 class KernelLog:
-    """From now on."""
+    """The kernel's messages from now on."""
 
     def __init__(self, path: str = PATH) -> None:
         self._log = -1

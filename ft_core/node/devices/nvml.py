@@ -66,14 +66,14 @@ class Nvml:
     """The library, once it is open. Each call may take as long as a sick driver does."""
 
     def __init__(self, library: Any, gpus: list[_Gpu]) -> None:
-        """To be had from `opened`."""
+        """Use `opened` to make one."""
         self._nvml, self._gpus = library, gpus
         self._before: dict[str, Reading] = {}
         self._events: Any = None
         """Which has the XIDs that nobody has taken yet; None where they cannot be had."""
 
     def subscribe(self) -> None:
-        """From now on XIDs are kept here."""
+        """Keep XIDs from now on."""
         nvml = self._nvml
         try:
             events = nvml.nvmlEventSetCreate()

@@ -10,7 +10,7 @@ from ft_core.node.devices.kernel_log import PATH, KernelLog
 
 _XID = re.compile(r"NVRM: Xid \(([^)]*)\): (\d{1,4})\b([^\n]*)")
 ADVICE = 154
-"""That by which the driver says that its own advice has changed."""
+"""The XID by which the driver says that its own advice has changed."""
 MOST = 64
 """Numbers that are told apart; there are some 170."""
 _WAITING = 64
@@ -36,12 +36,12 @@ class Xids:
         self._new: deque[XidSeen] = deque(maxlen=_WAITING)
 
     def counts(self) -> dict[int, int]:
-        """By number, how often."""
+        """XID -> how often it came."""
         self._read()
         return dict(self._counts)
 
     def new(self) -> list[XidSeen]:
-        """Those that nobody has asked for yet."""
+        """Errors that nobody has asked for yet."""
         self._read()
         found = list(self._new)
         self._new.clear()

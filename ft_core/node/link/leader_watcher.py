@@ -42,7 +42,7 @@ class LeaderWatcher:
             self._take(clock(), leadership.look())
 
     async def next(self) -> None:
-        """Until it has looked once more, or should have."""
+        """Wait until it has looked once more, or should have."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._looked.wait(), SLACK)
 

@@ -9,12 +9,13 @@ log = logging.getLogger(__name__)
 MISSED = 10.0
 """Seconds without a controller, awake and trying, after which a node says so."""
 ABANDONED = 600.0
-"""The same after which it leaves if nobody trains there: the job is over, or lost with its controller."""
+"""Seconds without a controller after which a node leaves where nobody trains: the job is over, or lost with
+its controller."""
 _WARN_EVERY = 60.0
 
 
 class Outage:
-    """How long it has lasted. Starts with the node."""
+    """How long a node has been without a controller. Starts with the node."""
 
     def __init__(self, node: str, address: str) -> None:
         self._node, self._address = node, address
@@ -27,7 +28,7 @@ class Outage:
         self._met = self._of_use = now
 
     def warn(self, problem: str, now: float) -> None:
-        """Once a minute at most: what is tried again all the time fails all the time."""
+        """Log a problem, once a minute at most: what is tried again all the time fails all the time."""
         if now >= self._warn_at:
             self._warn_at = now + _WARN_EVERY
             log.warning("node %s: %s; trying again", self._node, problem)

@@ -10,25 +10,25 @@ from ft_core.protocol import messages as m
 
 
 class PendingReports:
-    """It may not have been heard: the connection breaks, a controller is restarted. So all of it is repeated
-    with each greeting, which does no harm. Of each kind the newest counts; a role's next worker begins anew.
-    """
+    """Reports that may not have been heard, since the connection breaks or a controller is restarted. All of
+    them are repeated with each greeting, which does no harm. Of each kind the newest counts; a role's next
+    worker begins anew."""
 
     def __init__(self) -> None:
         self._messages: dict[tuple[type[m.OfRole], int, bool], tuple[m.OfRole, float]] = {}
-        """With when it was said first."""
+        """The messages, each with when it was said first."""
 
     def keep(self, message: m.OfRole, now: float) -> None:
-        """It is about `message.role`."""
+        """Keep a message about `message.role`, in place of an older one of its kind."""
         adopted = isinstance(message, m.RoleLayout) and message.adopted
         self._messages[type(message), message.role, adopted] = message, now
 
     def forget(self, roles: Collection[int]) -> None:
-        """They have other workers from now on, or are elsewhere."""
+        """Forget what was said of roles that have other workers from now on, or are elsewhere."""
         self._messages = {key: kept for key, kept in self._messages.items() if key[1] not in roles}
 
     def keep_only(self, roles: Collection[int]) -> None:
-        """All others are elsewhere."""
+        """Forget what was said of other roles, which are elsewhere."""
         self._messages = {key: kept for key, kept in self._messages.items() if key[1] in roles}
 
     def prepared(self, role: int) -> m.Prepared | None:
@@ -37,6 +37,6 @@ class PendingReports:
         return found if isinstance(found, m.Prepared) else None
 
     def again(self, now: float) -> Iterator[m.OfRole]:
-        """All of it. What has failed is not younger for being said once more."""
+        """All that is kept, to be said again. What has failed is not younger for it."""
         for message, at in self._messages.values():
             yield replace(message, age=now - at) if isinstance(message, m.WorkerLost) else message

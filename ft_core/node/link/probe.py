@@ -16,8 +16,8 @@ PROBE = 2.0
 
 
 async def probe(nodes: Mapping[str, str], secret: bytes, stalled: float) -> dict[str, ProbeResult]:
-    """By name: see `ProbeResult`. `nodes`: addresses of their agents. One that has done nothing for `stalled`
-    seconds does not count as reached, though a thread of it answers."""
+    """Look which nodes are reached, by name. `nodes`: addresses of their agents. One that has done nothing
+    for `stalled` seconds does not count as reached, though a thread of it answers."""
     found = await asyncio.gather(*(_by_any_way(address, secret, stalled) for address in nodes.values()))
     return dict(zip(nodes, found, strict=True))
 

@@ -33,7 +33,7 @@ class Loop:
         self.turned()
 
     def turned(self) -> None:
-        """It has gone round."""
+        """Note that the event loop has gone round."""
         self._turned.value = time.monotonic_ns()
 
     def stalled(self) -> float:

@@ -25,7 +25,7 @@ from ft_core.protocol.sockets import join_address, listen
 _COMPANY = 0.005
 """Seconds that a message waits for others: those of a recovery come at once."""
 _LEISURE = 0.1
-"""The same, of heartbeats."""
+"""Seconds that a heartbeat waits for others."""
 _HEARTBEAT = b'{"type":"Heartbeat"'
 _WAIT = 1.0
 """Seconds for which agents wait here for a connection with the controller: then they look for another way."""
@@ -34,7 +34,7 @@ _LAST = 2.0
 
 
 class Relay:
-    """One agent's. For the event loop that it serves in."""
+    """What one agent does for others that it speaks for. Belongs to the event loop that it serves in."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Relay:
         self._lives = encode(RelayLives())
 
     async def serve(self) -> None:
-        """Until cancelled."""
+        """Serve other agents until cancelled."""
         await acceptor.serve(self._listener, self._secret, self._who, self._accept)
 
     def connected(self, send: Callable[[bytes], None]) -> None:
@@ -70,7 +70,8 @@ class Relay:
         self._gone.clear()
 
     def disconnected(self) -> bool:
-        """It does not, any more. The others will have to greet it again. Returns whether there are any."""
+        """The controller does not serve this agent any more. The others will have to greet it again. Returns
+        whether there are any."""
         self._send, others, self._others = None, self._others, {}
         self._there.clear()
         self._gone.set()
@@ -99,7 +100,7 @@ class Relay:
             self._post(channel, self._lives)
 
     async def close(self) -> None:
-        """Once its agent is to end: the others are told what the controller says last."""
+        """Let the others hear what the controller says last, once this agent is to end."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST):
                 if self._others:

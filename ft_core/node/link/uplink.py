@@ -36,8 +36,9 @@ _RECONNECT, _LATER = 0.05, 1.0
 """Seconds until the next try to connect: fewer, and at most if the controller has more to do than it can."""
 _TOLD = OrBundle(m.TO_AGENT)
 _LOOKS = 4
-"""In the time in which who speaks for it should have said something: between two of them every socket is
-read, so who was stopped itself does not take its own silence for the other's."""
+"""How often it is looked, in the time in which a word of the controller should have come through another
+agent: between two looks every socket is read, so who was stopped itself does not take its own silence for the
+other's."""
 _SURE = 2
 """Looks after the controller has answered: so many words of it would have come by then. If it does not answer
 either, nobody is served better elsewhere."""
@@ -108,12 +109,13 @@ class Uplink:
             channel.close()
 
     def ends(self) -> None:
-        """This connection was the last."""
+        """Let the present connection be the last."""
         self._ends = True
 
     async def serve(self) -> None:
-        """Until it `ends`. Raises ProtocolError when the controller cannot be understood, again and again:
-        connecting once more does not mend that, and the controller would wait for this node."""
+        """Keep a connection to the controller, until it `ends`. Raises ProtocolError when the controller
+        cannot be understood, again and again: connecting once more does not mend that, and the controller
+        would wait for this node."""
         misread = 0
         while not self._ends:
             pause, began, failed = _RECONNECT, time.monotonic(), False
@@ -223,7 +225,7 @@ class Uplink:
             attempt.cancel()
 
     async def _listen(self, channel: Channel, dialed: Leader) -> None:
-        """To the controller, until that ends: raises as `AsyncChannel.recv`."""
+        """Listen to the controller until the connection ends: raises as `AsyncChannel.recv`."""
         self._channel, follower, leader = channel, self._leader_watcher.follower, dialed.address
         channel.ends_first()
         follower.connected(dialed.term)

@@ -56,7 +56,7 @@ class Copies:
         self._late = 0
         """How many times in a row nobody has said so in time."""
         self._comparing: dict[int, tuple[Worker, m.Version, float]] = {}
-        """By worker, the version that waits for that, and since when."""
+        """Worker -> the version that waits to be compared, and since when."""
 
     def epoch_ends(self) -> None:
         """What is not safe by now is of a past that may be done again."""
@@ -82,7 +82,8 @@ class Copies:
         return list(due)
 
     def failed(self, event: Replicated, now: float, pause: float) -> list[Effect]:
-        """It is tried again. The receiver is lost, as a rule, and the end of the epoch on its way."""
+        """Try again later what could not be replicated. The receiver is lost, as a rule, and the end of the
+        epoch on its way."""
         order, copying = event.order, self._copying.get(event.order)
         if copying is None:
             return []
@@ -122,12 +123,13 @@ class Copies:
         return False
 
     def verified(self, version: m.Version) -> list[tuple[Worker, m.Version]]:
-        """Holders have the same in that version: those that have waited for it."""
+        """All holders have the same in that version. Returns the workers that have waited for it, with their
+        versions."""
         self.alike, self._late = max(self.alike, version), 0
         return self._go_on(lambda waits, _: waits <= version)
 
     def not_compared(self, now: float) -> list[tuple[Worker, m.Version]]:
-        """Those that wait no longer, since nobody may be there who compares."""
+        """Versions that wait no longer, since nobody may be there who compares."""
         late = self._go_on(lambda _, since: now >= since + COMPARING)
         self._late += bool(late)
         for worker, version in late:
@@ -168,7 +170,7 @@ class Copies:
         return [WriteDurable(role, version, plan, worker.state_is_replicated)]
 
     def written(self, event: DurableDone, now: float) -> list[Effect]:
-        """It is there, or not."""
+        """A durable checkpoint is written, or could not be."""
         _, began = self._writing.pop(event.role)
         if not event.failed:
             written = (m.DurableWritten(role, event.version, now - began) for role in event.roles)

@@ -31,7 +31,7 @@ def roles_held(here: Iterable[int], crew: WorkerTable, view: View) -> dict[int, 
 def copies_held(
     here: Iterable[int], view: View
 ) -> tuple[dict[m.SegmentId, list[m.Version]], dict[m.SegmentId, m.Holders]]:
-    """By segment, the versions that this node has of what is not its own roles'; and all holders known here.
+    """Segment -> the versions that this node has of what is not its own roles'; and all holders known here.
 
     What it has kept for others, what it holds of roles that were here, and what its roles have adopted.
     """
@@ -103,6 +103,7 @@ def beats(crew: WorkerTable, view: View) -> dict[m.Role, m.RoleBeat]:
             h2h_bytes=sent,
             h2h_snapshots=snapshots,
             own_s=words.own_s,
+            data_s=words.data_s,
             loss=words.loss,
             ready=ready.get(worker.role, 0),
             passed=words.passed,

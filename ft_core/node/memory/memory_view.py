@@ -30,7 +30,7 @@ class MemoryView:
         seconds = control[Word.STEP_NS] / 1e9, control[Word.WAITED_NS] / 1e9
         own = self._own_times.of(worker, control)
         progress, loss = (control[Word.VERSION], control[Word.TAG]), loss_of(control[Word.LOSS])
-        return Words(*progress, *seconds, own, loss, control[Word.PASSED])
+        return Words(*progress, *seconds, *own, loss, control[Word.PASSED])
 
     def roles(self, adopted: bool) -> Collection[int]:
         return list(self._store.adopted if adopted else self._store.roles)

@@ -70,7 +70,7 @@ class _Buffer:
             return True
 
     def take(self, nbytes: int) -> SharedMemory:
-        """From now on it is the caller's, and as large as is said. Waits for one piece at most."""
+        """Give the buffer to the caller, as large as is said. Waits for one piece at most."""
         self.taken = True
         with self.lock:
             return self.memory if nbytes <= self.nbytes else self.memory.grown(nbytes)
@@ -88,15 +88,15 @@ class ReadyMemory:
         self._plan: NodePlan | None = None
         self._node = ""
         self._lock = threading.Lock()
-        """It guards the list alone."""
+        """A lock for `_buffers` alone."""
         self._buffers: list[_Buffer] = []
         self._size = 0
         self._ask_in = self._pauses = 0
-        """Until nodes are asked again, and how many that were the last time."""
+        """Rounds until nodes are asked again, and how many they were the last time."""
         self._asked: NodePlan | None = None
         """The plan that the next two are of."""
         self._nodes: list[str] = []
-        """Some that have roles."""
+        """Nodes that have roles, some of which are asked."""
         self._wanted = 0
         """Buffers for places without a role."""
         self._short = False
@@ -105,7 +105,7 @@ class ReadyMemory:
 
     @property
     def nbytes(self) -> int:
-        """That are there and nobody's."""
+        """Bytes that are ready and nobody's."""
         with self._lock:
             return sum(buffer.touched for buffer in self._buffers)
 
@@ -125,7 +125,7 @@ class ReadyMemory:
         return chosen.take(nbytes) if chosen is not None else snapshot_memory(nbytes)
 
     async def serve(self) -> None:
-        """Until it is cancelled. All that takes time is done in a thread."""
+        """Make memory ready until cancelled. All that takes time is done in a thread."""
         try:
             seen: NodePlan | None = None
             while True:

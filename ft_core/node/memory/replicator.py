@@ -54,8 +54,8 @@ class Replicator:
         self._transport.close_peers()
 
     def turn(self, role: int, step: float, busy: Callable[[], bool]) -> Turn:
-        """For `replicate`. `step`: seconds of the role's last one; `busy`: whether operations are in flight
-        on this node."""
+        """The sending turn that `replicate` needs. `step`: seconds of the role's last one; `busy`: whether
+        operations are in flight on this node."""
         return self._gates.turn(role, step, busy)
 
     def replicate(self, role: int, version: int, epoch: int, ring: Sequence[int], turn: Turn) -> None:

@@ -16,7 +16,9 @@ class Words(NamedTuple):
     step_s: float
     waited_s: float
     own_s: float = 0.0
-    """Seconds of a step outside process groups, see `node.workers.own_time`."""
+    """Seconds of a step that it computes, see `node.workers.own_time`."""
+    data_s: float = 0.0
+    """And that it waits for its data."""
     loss: float | None = None
     passed: int = 0
 
@@ -38,10 +40,10 @@ class View(Protocol):
         """The layout of the newest of them."""
 
     def replicas(self) -> dict[str, list[int]]:
-        """By segment, the versions that are kept for others, ascending."""
+        """Segment -> the versions of it that are kept for others, ascending."""
 
     def holders(self, segment: str) -> Sequence[int]:
-        """Who holds one of those; empty if it is just gone."""
+        """The holders of a segment that is kept for others; empty if it is just gone."""
 
     def sent(self, role: int) -> tuple[int, int]:
         """Payload bytes that were sent for a role, and for how many snapshots."""

@@ -62,7 +62,7 @@ class Gcp:
     news, so each has a task of its own."""
 
     every = 1.0
-    """Also where a service answers at once, whatever it is told."""
+    """Seconds between two questions, also where a service answers at once, whatever it is told."""
     WAIT = 20
     """Seconds for which the service holds an answer back in which nothing is new."""
     SPOT = 30.0

@@ -17,13 +17,13 @@ _MOST = 1 << 20
 
 
 class Server(NamedTuple):
-    """Whom to ask."""
+    """A server to ask."""
 
     host: str
     port: int
     tls: ssl.SSLContext | None = None
     name: str = ""
-    """By which it is called in the request; its address, as a rule."""
+    """The name by which it is called in the request; its address, as a rule."""
 
 
 class Answer(NamedTuple):
@@ -31,7 +31,7 @@ class Answer(NamedTuple):
 
     status: int
     headers: dict[str, str]
-    """By names in lower case."""
+    """The answer's headers, by names in lower case."""
     body: bytes
 
     def text(self) -> str:

@@ -61,5 +61,5 @@ def moment(text: str) -> float:
 
 
 def plain(text: str) -> str:
-    """In one line, fit for a console."""
+    """A text in one line, fit for a console."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())[:_LONGEST]

@@ -43,7 +43,8 @@ class Watch:
         self._said: Notice | None = None
 
     async def serve(self, wanted: Sequence[str], nodes: int) -> None:
-        """Until it is cancelled. `wanted`: whom to ask, as of `Settings.notices`. `nodes`: of the job."""
+        """Watch until cancelled. `wanted`: whom to ask, as of `Settings.notices`. `nodes`: how many the job
+        has."""
         try:
             found = which.sources(wanted, self._node, nodes)
         except ConfigError as error:

@@ -17,6 +17,7 @@ from ft_core.node.notices.clusters import Kubernetes, Slurm
 from ft_core.node.notices.http import Server
 from ft_core.node.notices.notice import Source, shared
 from ft_core.node.notices.operators import Command, File
+from ft_core.protocol.domains import place
 from ft_core.protocol.sockets import split_address
 
 AUTO, NONE = "auto", "none"
@@ -127,6 +128,6 @@ def _kubernetes(nodes: int, environ: Mapping[str, str], root: Path) -> Kubernete
 
 def _names(node: str, environ: Mapping[str, str]) -> list[str]:
     """What this machine may be called by an operator."""
-    host, name = socket.gethostname(), node.partition("+")[0]
+    host, name = socket.gethostname(), place(node)
     known = name, node, environ.get("SLURMD_NODENAME"), environ.get("NODE_NAME"), host, host.partition(".")[0]
     return list(dict.fromkeys(each for each in known if each))

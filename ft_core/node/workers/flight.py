@@ -25,7 +25,7 @@ from ft_core.state.memory import ControlBlock, Word
 _ENDED = "X"
 """State of a process that is no more."""
 _TRIES = 5
-"""For what is being written while it is read."""
+"""How often what is being written while it is read is read again."""
 _SAYS_ENOUGH = ("file", "network", "blocked", "stopped", "ended")
 """What a main thread does that says by itself what it waits for."""
 _GROUPS = msgspec.json.Decoder(tuple[FlightGroup, ...])
@@ -44,12 +44,12 @@ class Recorded:
 
     @property
     def role(self) -> int:
-        """Whose record it is; -1: it has no role."""
+        """The role whose record it is; -1: it has no role."""
         return self.control.flight[: flight.HEADER].cast("q")[flight.ROLE]
 
     @property
     def epoch(self) -> int:
-        """The one that its record is of."""
+        """The epoch that its record is of."""
         return self.control.flight[: flight.HEADER].cast("q")[flight.EPOCH]
 
 
@@ -149,7 +149,7 @@ def _groups(memory: memoryview) -> tuple[FlightGroup, ...]:
 
 
 def _records(memory: memoryview, epoch: int) -> Iterator[FlightRecord]:
-    """In the order in which they began. What is no record is left out."""
+    """The records in the order in which they began. What is no record is left out."""
     for _, slot in sorted(_slots(memory).items()):
         _, group, of, number, nbytes, started, ended, *more, _ = flight.SLOT.unpack(slot)
         peer, kind, dtype, apart, grad, step = more
@@ -175,7 +175,7 @@ def _records(memory: memoryview, epoch: int) -> Iterator[FlightRecord]:
 
 
 def _slots(memory: memoryview) -> dict[int, bytes]:
-    """By number in the ring, those that are whole."""
+    """The whole slots, by their number in the ring."""
     ring = memory[flight.RING : flight.SIZE]
     words = np.frombuffer(ring, np.uint32).reshape(flight.SLOTS, _WORDS)
     found: dict[int, bytes] = {}

@@ -1,6 +1,6 @@
 """What a role does itself in a step: what that takes, less what the role spends in operations of its process
-groups, where it waits for others. All roles of a job that trains in step take as long for one, so it is this
-that tells who holds the others up.
+groups, where it waits for others, and less what it waits for its data and for copies. All roles of a job that
+trains in step take as long for one, so it is this, and the time for data, that tells who holds the others up.
 
 It is read in the flight record, which the worker writes anyway. An operation that goes on beside other work
 counts as waited for from its issue; who comes late issues late, so it still is who has the most time of its
@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,14 +23,14 @@ from ft_core.comm import flight_memory as flight
 from ft_core.protocol.flight import UNDER_WAY
 from ft_core.state.memory import ControlBlock, Word
 
-EVERY = 2.0
+EVERY = 1.0
 """Seconds between two looks at a role."""
 APART = 0.04
 """Between two looks at any: of a node's roles one at a time is looked at."""
 STEPS = 5
 """Steps of which the median counts: one now and then has an evaluation in it, or a checkpoint."""
-NOTABLE = 0.1
-"""Part of what was told by which it must differ to be told anew."""
+NOTABLE = 0.01
+"""Part of both together by which either must differ from what was told of it to be told anew."""
 
 _SLOTS = np.dtype(
     [
@@ -48,6 +49,14 @@ _SLOTS = np.dtype(
 _PLACES = np.arange(flight.SLOTS)
 
 
+class OwnTime(NamedTuple):
+    """Seconds of a step; 0 while not enough is known."""
+
+    computing: float = 0.0
+    data: float = 0.0
+    """Waiting for them."""
+
+
 @dataclass
 class _Role:
     """What was seen of a worker."""
@@ -55,8 +64,8 @@ class _Role:
     looked: float
     epoch: int = -1
     version: int = -1
-    seen: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
-    told: float = 0.0
+    seen: deque[OwnTime] = field(default_factory=lambda: deque(maxlen=STEPS))
+    told: OwnTime = field(default_factory=OwnTime)
 
 
 class OwnTimes:
@@ -67,8 +76,8 @@ class OwnTimes:
         self._roles: dict[int, _Role] = {}
         self._looked = float("-inf")
 
-    def of(self, worker: int, control: ControlBlock) -> float:
-        """Seconds; 0 while not enough is known."""
+    def of(self, worker: int, control: ControlBlock) -> OwnTime:
+        """What is known of it by now."""
         now, role = self._clock(), self._roles.get(worker)
         if role is None:
             self._roles[worker] = role = _Role(now)
@@ -78,26 +87,34 @@ class OwnTimes:
         return role.told
 
     def forget(self, worker: int) -> None:
-        """It has ended."""
+        """Forget a worker that has ended."""
         self._roles.pop(worker, None)
 
     def _look(self, role: _Role, control: ControlBlock) -> None:
         epoch, version = control.flight[: flight.HEADER].cast("q")[flight.EPOCH], control[Word.VERSION]
         if epoch != role.epoch:
-            role.epoch, role.version, role.told = epoch, version, 0.0  # in this step there is a recovery
+            role.epoch, role.version, role.told = (
+                epoch,
+                version,
+                OwnTime(),
+            )  # in this step there is a recovery
             role.seen.clear()
-        if version == role.version or (own := own_seconds(control)) is None:
+        if version == role.version or (own := own_time(control)) is None:
             return
         role.version = version
         role.seen.append(own)
-        median = statistics.median(role.seen)
-        if len(role.seen) == STEPS and abs(median - role.told) > NOTABLE * role.told:
-            role.told = float(f"{median:.3g}")
+        found = OwnTime(*(statistics.median(each) for each in zip(*role.seen, strict=True)))
+        least = NOTABLE * sum(role.told)
+        if len(role.seen) == STEPS and any(
+            abs(now - told) > least for now, told in zip(found, role.told, strict=True)
+        ):
+            role.told = OwnTime(*(float(f"{seconds:.4g}") for seconds in found))
 
 
-def own_seconds(control: ControlBlock) -> float | None:
-    """The own time of the last step; None if its record is not all there, or is being written."""
+def own_time(control: ControlBlock) -> OwnTime | None:
+    """That of the last step; None if its record is not all there, or is being written."""
     version, took = control[Word.VERSION], control[Word.STEP_NS]
+    data, copies = control[Word.DATA_NS], control[Word.COPIES_NS]
     if version <= 0 or took <= 0:
         return None
     memory = control.flight
@@ -111,7 +128,7 @@ def own_seconds(control: ControlBlock) -> float | None:
         return None
     mine = slots[whole & (slots["epoch"] == epoch) & (slots["step"] == version - 1)]
     if not len(mine):
-        return took / 1e9
+        return OwnTime(max(0, took - data - copies) / 1e9, data / 1e9)
     oldest = int(slots["first"][whole].min())
     if int(mine["first"].min()) == oldest > 1:
         return None  # of so long a step the beginning is overwritten
@@ -121,4 +138,4 @@ def own_seconds(control: ControlBlock) -> float | None:
     reached = np.maximum.accumulate(ends)
     starts[1:] = np.maximum(starts[1:], reached[:-1])
     waited = int(np.maximum(ends - starts, 0).sum())
-    return max(0, took - waited) / 1e9
+    return OwnTime(max(0, took - waited - data - copies) / 1e9, data / 1e9)

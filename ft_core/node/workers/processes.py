@@ -41,7 +41,7 @@ _NO_SERVER = "its fork server has ended: no worker can be started, nor the end o
 
 
 def use_huge_pages(environment: MutableMapping[str, str]) -> None:
-    """For processes that are started with it, unless it says something else."""
+    """Have processes that are started with this environment use huge pages, unless it says something else."""
     environment.setdefault(_HUGE_PAGES, "1")
     if _MALLOC not in (tunables := environment.get(_TUNABLES, "")):
         environment[_TUNABLES] = f"{tunables}:{_MALLOC}=1".lstrip(":")
@@ -88,9 +88,9 @@ class WorkerPool:
         self._log_dir, self._redirects, self._json = log_dir, redirects, json
         self._ended, self._gone = ended, gone
         self._processes: dict[int, Process] = {}
-        """All that have not ended."""
+        """The workers that have not ended."""
         self._ended_with_role: list[Recorded] = []
-        """Those that ended in this epoch: what they did last is of interest until they are replaced."""
+        """Workers that ended in this epoch: what they did last is of interest until they are replaced."""
         self._tee: Tee
         self._server: int | None = None
 
@@ -123,6 +123,12 @@ class WorkerPool:
         self._processes[number] = found
         asyncio.get_running_loop().add_reader(process.sentinel, self._is_gone, found)
         return found.pid
+
+    def aside(self, target: Callable[..., object], *arguments: object) -> BaseProcess:
+        """Fork a process that is no worker, with the same imports done. It ends with this one."""
+        process = self._context.Process(target=target, args=arguments, name=target.__module__, daemon=True)
+        process.start()
+        return process
 
     def _is_gone(self, worker: Process) -> None:
         asyncio.get_running_loop().remove_reader(worker.process.sentinel)
@@ -214,7 +220,7 @@ class WorkerPool:
         return any(worker.control[Word.TRAFFIC] > 0 for worker in list(self._processes.values()))
 
     def signal(self, number: int, what: signal.Signals) -> None:
-        """Unless it has just ended by itself."""
+        """Send a signal to a worker, unless it has just ended by itself."""
         if (worker := self._processes.get(number)) is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(worker.pid, what)

@@ -1,4 +1,4 @@
-"""For how many more workers this machine has memory to spare."""
+"""How many more workers this machine has memory to spare."""
 
 from __future__ import annotations
 

@@ -28,9 +28,9 @@ from ft_core.state.placement import Places, spares_of
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 2
-"""To start a role ahead of need, in a row, before it is left."""
+"""Attempts to start a role ahead of need, in a row, before it is left."""
 PAUSE = 5.0
-"""Seconds from the end of one to the next."""
+"""Seconds from the end of one attempt to the next."""
 SETTLED = 10.0
 """Seconds from the begin of an epoch to the first one on a spare that is sent no copies: otherwise it sees by
 them that those whom it guards train."""
@@ -42,14 +42,14 @@ class Ready:
     def __init__(self, about: About, crew: WorkerTable, view: View) -> None:
         self._about, self._crew, self._view = about, crew, view
         self._failed: Counter[int] = Counter()
-        """By role, starts in a row that have."""
+        """Role -> starts in a row that have failed."""
         self._not_before = -math.inf
         self._plan: m.NodePlan | None = None
-        """That the next one is of."""
+        """The plan that `_guarded` and `_settled` are of."""
         self._guarded: list[list[int]] = []
         """Roles of each node that this one guards."""
         self._settled = math.inf
-        """When the epoch is."""
+        """When the epoch counts as settled."""
         self._asking = False
         """Whether an agent is asked what a worker of its has on record."""
 
@@ -89,8 +89,8 @@ class Ready:
     def _guard(
         self, plan: m.NodePlan, settings: Settings, ahead: Sequence[Worker], now: float
     ) -> list[Effect]:
-        """On a spare: have the next role started of those that it guards, once its worker's agent has said
-        what that has on record."""
+        """Have a spare start the next role of those that it guards, once its worker's agent has said what
+        that has on record."""
         self._look(plan, now)
         auto = settings.ready_standbys == AUTO
         most = None if auto else settings.ready_standbys
@@ -118,8 +118,8 @@ class Ready:
         return standby_budget.fits(self._view.device_memory(newest.number), len(there))
 
     def _copies_come(self, plan: m.NodePlan) -> bool:
-        begun = plan.version if plan.version is not None else NONE
-        return any(max(versions, default=NONE) > begun for versions in self._view.replicas().values())
+        start = plan.version if plan.version is not None else NONE
+        return any(max(versions, default=NONE) > start for versions in self._view.replicas().values())
 
     def _look(self, plan: m.NodePlan, now: float) -> None:
         """Which roles this node guards in the plan."""
@@ -153,7 +153,8 @@ class Ready:
     def begins(
         self, worker: Worker, plan: m.WorkerPlan | None, master: str, settings: Settings
     ) -> list[Effect]:
-        """It has connected. `plan`: of the epoch that is under way; None between two."""
+        """Let a worker that has connected start its role. `plan`: of the epoch that is under way; None
+        between two."""
         player, role = self._crew.of_role(worker.target_role), worker.target_role
         counts: m.Counts | None = None
         if worker.records is not None:
@@ -178,7 +179,7 @@ class Ready:
         return [SetApart(worker.number, apart=True), ToWorker(worker.number, assign)]
 
     def registered(self, worker: Worker) -> None:
-        """It has come to where it waits for its state."""
+        """A worker has come to where it waits for its state."""
         self._failed[worker.target_role] = 0
         free, total = self._view.device_memory(worker.number)
         taken = f"; {(total - free) >> 20} of {total >> 20} MiB of its GPU are taken" if total else ""
@@ -188,7 +189,7 @@ class Ready:
         )
 
     def ended(self, worker: Worker, how: str, now: float) -> None:
-        """Its process has."""
+        """A worker that was to start a role ahead has ended."""
         self._not_before = now + PAUSE
         role = worker.target_role
         if worker.ordered or worker.is_ready:
@@ -204,15 +205,15 @@ class Ready:
             )
 
     def end(self, worker: Worker) -> list[Effect]:
-        """It is of no use any more."""
+        """End a worker that is of no use any more."""
         worker.ordered = True
         return [Kill(worker.number)]
 
     # -- in need -----------------------------------------------------------------------------------
 
     def needed(self, role: int) -> tuple[bool, list[Effect]]:
-        """The worker of the role has died. Whether another is ready, so that no standby has to be started in
-        place of the one that will play it."""
+        """The worker of the role has died. Returns whether another is ready, so that no standby has to be
+        started in place of the one that will play it."""
         worker = self._crew.standby_for(role)
         if worker is None:
             return False, []
@@ -246,7 +247,7 @@ class Ready:
         return effects
 
     def epoch_begins(self, plan: m.WorkerPlan, here: Collection[int]) -> list[Effect]:
-        """Those that are of no use in it are ended. On a spare: whom it guards then, it looks later."""
+        """End those that are of no use in the epoch that begins. Whom a spare guards then, it looks later."""
         effects: list[Effect] = []
         for worker in self._crew.ahead():
             meant = worker.target_role in here or (worker.records is not None and not here)
@@ -276,8 +277,8 @@ def _trains(worker: Worker, plan: m.NodePlan) -> bool:
     """Whether it has done a step in this epoch, of which there are the copies that there must be."""
     if worker.doing is not WorkerState.PLAYING or worker.stage != "training":
         return False
-    begun = plan.version
-    return worker.committed > (begun if begun is not None else worker.initial or 0)
+    start = plan.version
+    return worker.committed > (start if start is not None else worker.initial or 0)
 
 
 def serves(worker: Worker, plan: m.WorkerPlan) -> bool:

@@ -32,17 +32,17 @@ class WorkerState(Enum):
     """What a worker is there for."""
 
     STARTING = auto()
-    """It has not connected yet."""
+    """The worker has not connected yet."""
     IDLE = auto()
-    """It waits for a role."""
+    """The worker waits for a role."""
     PLAYING = auto()
-    """It has one."""
+    """The worker plays a role."""
     FINISHED = auto()
-    """It has one, and its script is done."""
+    """The worker has a role, and its script is done."""
     WITHDRAWN = auto()
-    """It had one, whose replica group has left: it is killed, and another takes its place."""
+    """The worker had a role, whose replica group has left: it is killed, and another takes its place."""
     AHEAD = auto()
-    """It starts up a role that another worker here plays, or has started it, ahead of need:
+    """The worker starts up a role that another worker here plays, or has started it, ahead of need:
     `node.workers.standbys`."""
 
 
@@ -52,11 +52,11 @@ class Worker:
 
     number: int
     device: int
-    """-1: a standby, for any."""
+    """The device of the worker; -1: a standby, for any."""
     pid: int = 0
     doing: WorkerState = WorkerState.STARTING
     role: int = -1
-    """If it has one."""
+    """The worker's role, if it has one; else -1."""
     quiesced: int = 0
     """The newest epoch for which it has left its step."""
     stage: Stage = "startup"
@@ -67,13 +67,13 @@ class Worker:
     """Whether its script, started again, goes on from a checkpoint of its own."""
     ring: list[int] = field(default_factory=list)
     group: ReplicaGroup | None = None
-    """Known once it trains."""
+    """The replica group of its role; known once it trains."""
     replicated: dict[int, Version] = field(default_factory=dict)
-    """By role that it holds, its own and adopted ones, the newest version that is safe in this epoch."""
+    """Role that it holds, its own or an adopted one -> the newest version that is safe in this epoch."""
     committed: Version = NONE
-    """Its commit word."""
+    """The worker's commit word."""
     sums: dict[Version, dict[SegmentId, Digest]] = field(default_factory=dict)
-    """By version, of the newest ones, the checksums of what others hold alike."""
+    """Version, of the newest ones -> the checksums of what others hold alike."""
     copy_s: float = 0.0
     """Seconds that it took to have its newest version safe."""
     completed: tuple[int, int] = (0, 0)
@@ -87,7 +87,8 @@ class Worker:
     began_with: WorkerPlan | None = None
     """What it was told then."""
     records: tuple[Epoch, Counts] | None = None
-    """What that role's worker, on another node, had on record, and in which epoch; None where it is here."""
+    """What the worker of `target_role`, on another node, had on record, and in which epoch; None where it is
+    here."""
     needed: bool = False
     """Whether the worker of that role has died since: it is to take its place."""
     answers_by: float = math.inf
@@ -115,7 +116,7 @@ class WorkerTable:
     def __init__(self) -> None:
         self._workers: dict[int, Worker] = {}
         self._ending: dict[int, int] = {}
-        """Pids of those that have ended and are not gone."""
+        """Pids of workers that have ended and are not gone."""
         self._count = 0
 
     def add(self, device: int) -> Worker:
@@ -126,13 +127,13 @@ class WorkerTable:
         return worker
 
     def remove(self, number: int) -> Worker:
-        """That worker has ended."""
+        """Take out a worker that has ended."""
         worker = self._workers.pop(number)
         self._ending[number] = worker.pid
         return worker
 
     def gone(self, number: int) -> None:
-        """So has the process of one that was removed."""
+        """Note that the process of a removed worker is gone."""
         self._ending.pop(number, None)
 
     @property
@@ -141,15 +142,15 @@ class WorkerTable:
         return tuple(self._ending.values())
 
     def get(self, number: int) -> Worker | None:
-        """That worker, or None if it has ended."""
+        """The worker of that number, or None if it has ended."""
         return self._workers.get(number)
 
     def of_role(self, role: int) -> Worker | None:
-        """Who plays it here, if somebody does."""
+        """The worker that plays the role here, if there is one."""
         return next((worker for worker in self.playing() if worker.role == role), None)
 
     def standby_for(self, role: int) -> Worker | None:
-        """Who is to have started it ahead of need, if somebody is."""
+        """The worker that has started the role ahead of need, or is to, if there is one."""
         return next((worker for worker in self.ahead() if worker.target_role == role), None)
 
     def ahead(self) -> list[Worker]:

@@ -39,6 +39,7 @@ from ft_core.protocol.messages.values import (
     Layout,
     Message,
     NodeAddress,
+    NodeCheck,
     NodeName,
     Number,
     PlanId,
@@ -53,6 +54,7 @@ from ft_core.protocol.messages.values import (
     Size,
     Symptom,
     Term,
+    Timing,
     Value,
     Version,
     check_texts,
@@ -119,7 +121,7 @@ class HoldingsChanged(Message, frozen=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """That a node lives, and where its workers are."""
+    """A node lives, and its workers are so far."""
 
     epoch: Epoch
     begun: PlanId
@@ -142,7 +144,8 @@ class Idle(Message, frozen=True):
 
 class WorkerLost(Message, frozen=True):
     """A worker with a role has ended. `exit` in words; `code` as of `subprocess`. `device`: its index, -1 for
-    none. `step`, `signature`: as of `FailureRecord`. `age`: seconds since, where it is said again."""
+    none. `step`, `signature`: as of `FailureRecord`. `age`: seconds since, where it is said again. `epoch`:
+    in which the role had this worker; None: it is not known, or it was to begin ahead of its epoch."""
 
     role: Role
     pid: Number
@@ -154,6 +157,7 @@ class WorkerLost(Message, frozen=True):
     signature: str = ""
     traceback: str = ""
     age: float = 0.0
+    epoch: Epoch | None = None
 
 
 class Checksums(Message, frozen=True):
@@ -307,6 +311,17 @@ class DeviceFinding(Message, frozen=True):
         return f"{self.symptom} {which}" if which else str(self.symptom)
 
 
+class NodeChecked(Message, frozen=True):
+    """What the node's own check has found; answers `CheckNode`. What is wrong with it was said before, as
+    `DeviceFinding`. `times`: what was measured, by its name. `hardware`: nodes that say the same are alike.
+    `age`: seconds since, where it is said again."""
+
+    checks: list[NodeCheck]
+    times: dict[str, Timing]
+    hardware: str
+    age: float = 0.0
+
+
 class Leaving(Message, frozen=True):
     """SIGTERM has come to a node."""
 
@@ -350,7 +365,7 @@ SaidAgain = OfRole | Configure | Trained
 FromAgent = (
     AgentHello | HoldingsChanged | Heartbeat | Idle | OfRole | FromRole
     | Configured | Hosts | NodesProbed | DurableNames | DurableWritten | DurableFailed | VersionSaved
-    | RoleState | Flights | RoleFlight | Notice | DeviceFinding | Leaving | Left | KeptState
+    | RoleState | Flights | RoleFlight | Notice | DeviceFinding | NodeChecked | Leaving | Left | KeptState
 )  # fmt: skip
 
 
@@ -466,14 +481,14 @@ class SendHeartbeat(Message, frozen=True):
 
 
 class Drain(Message, frozen=True):
-    """This node is to be taken out, or not any more. It keeps that for a successor of the controller. After
+    """A node is to be taken out, or not any more. It keeps that for a successor of the controller. After
     `Leaving` it is the answer: whether the roles move, or the workers are to get the signal."""
 
     wanted: bool
 
 
 class SendState(Message, frozen=True):
-    """To a controller that has just started."""
+    """An agent is to say the state that it keeps, to a controller that has just started."""
 
 
 class SendFlight(Message, frozen=True):
@@ -527,6 +542,12 @@ class KeepStrikes(Message, frozen=True):
     strikes: list[FailureRecord]
 
 
+class CheckNode(Message, frozen=True):
+    """Is this node well? `again`: as of now; else as of when that was looked at last, if it was."""
+
+    again: bool = False
+
+
 class SaveVersion(Message, frozen=True):
     """The job ends: write these roles' parts of `version`, which is complete in memory, to storage. `plan`:
     the newest; `epoch`: that which ends. `sources`, `away`: as of `NodePlan`. `replicated`: every replica
@@ -551,5 +572,6 @@ class Shutdown(Message, frozen=True):
 ToAgent = (
     LeaderHello | OtherJob | Hosts | OwnPlan | SharedPlan | NodesChanged | ToRole | KillWorker | Examine
     | DescribeRole | ListDurable | ProbeNodes | SendHeartbeat | SendState | SendFlight | DescribeFlight
-    | Prepare | Withdraw | Verified | GivenUp | UseSettings | KeepStrikes | Drain | SaveVersion | Shutdown
+    | Prepare | Withdraw | Verified | GivenUp | UseSettings | KeepStrikes | Drain | CheckNode | SaveVersion
+    | Shutdown
 )  # fmt: skip

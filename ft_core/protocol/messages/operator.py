@@ -85,7 +85,7 @@ class RoleStatus(Value, frozen=True):
     h2h_bytes: Number | None
     h2h_snapshots: Number | None
     ready: Number | None = None
-    """The same as `RoleBeat.ready`."""
+    """The pid of a standby that has started the role, as of `RoleBeat.ready`."""
 
 
 class SpareStatus(Value, frozen=True):
@@ -122,6 +122,15 @@ class Struck(Value, frozen=True):
     avoided: bool
 
 
+class SlowRole(Value, frozen=True):
+    """A role that is named as slow: by how many times its usual time, and in which part of its step."""
+
+    role: Role
+    node: NodeName
+    part: Annotated[str, Meta(max_length=16)]
+    score: float
+
+
 class JobStatus(Message, frozen=True):
     """Answers `AskStatus`. Lists have the first `NAMED` of what they are about."""
 
@@ -131,7 +140,7 @@ class JobStatus(Message, frozen=True):
     finished: Annotated[str, Meta(pattern=rf"^({RUNS})?\Z")]
     """Roles whose script has come to its end."""
     roles: Number
-    """Those of the plan; others, of the `world_size`, are away."""
+    """The roles of the plan; others, of the `world_size`, are away."""
     world_size: Number
     missing: Number
     """Roles of the plan without a worker that is heard of."""
@@ -140,17 +149,18 @@ class JobStatus(Message, frozen=True):
     newest: Version | None
     """The steps that roles have done, at least and at most."""
     slowest: list[RoleNamed]
-    """Those that have done the fewest steps; of those that have done as many, those with the longest."""
+    """The roles that have done the fewest steps; of those that have done as many, the ones with the
+    longest."""
     nodes: Number
     """With roles, and there."""
     nodes_expected: Number
     spares: Number
     spares_ready: Number
-    """Those with as many idle workers as a node has roles."""
+    """Spares with as many idle workers as a node has roles."""
     spare_domains: Number
     most_spares: list[DomainSpares]
     strikes: Number
-    """That count, against all nodes."""
+    """Strikes that count, against all nodes."""
     limit: Number
     struck: Number
     """Nodes against which any count."""
@@ -165,6 +175,8 @@ class JobStatus(Message, frozen=True):
     """Why the job does not get on, if so."""
     unprotected: str = ""
     """Why it is not protected, if so."""
+    slow: list[SlowRole] = []
+    """Roles that hold the others up."""
 
 
 class RolesStatus(Message, frozen=True):
@@ -193,7 +205,7 @@ class NodeStatus(Value, frozen=True):
     strikes: list[FailureRecord]
     avoided: bool
     draining: bool = False
-    """It is being taken out."""
+    """Whether the node is being taken out."""
 
 
 class NodesStatus(Message, frozen=True):

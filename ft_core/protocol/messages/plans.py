@@ -79,7 +79,7 @@ class EpochStart(Value, frozen=True):
 
     @property
     def adopted(self) -> Mapping[Role, Role]:
-        """Those of the absent whose counterparts hold what they had alone."""
+        """The absent roles whose counterparts hold what they had alone."""
         return self.absent if self.adopting else {}
 
 
@@ -87,7 +87,7 @@ class WorkerPlan(EpochStart, frozen=True):
     """What one role must know of the epoch it takes part in. Its agent makes it, with the settings of now."""
 
     completed: dict[str, tuple[Number, Role]]
-    """By group, how many start-up operations somebody who takes part has on record, and who."""
+    """Start-up operations that somebody who takes part has on record: how many, and who."""
     membership: MembershipChanges
     policy: str
     lr_intervention: str
@@ -136,7 +136,7 @@ class JobState(EpochStart, frozen=True):
 
     @property
     def state(self) -> JobState:
-        """That much of a plan."""
+        """What of the plan every agent keeps for a successor of the controller."""
         return JobState(**{name: getattr(self, name) for name in JobState.__struct_fields__})
 
 
@@ -162,4 +162,4 @@ class NodePlan(JobState, frozen=True):
     """For the roles in `absent` whose counterparts are on this node: all of their segments, by the catalogue.
     A durable checkpoint has their parts too."""
     completed: dict[str, tuple[Number, Role]]
-    """The same as `WorkerPlan.completed`, for the groups of which a role here has not all on record."""
+    """What `WorkerPlan.completed` says, for the groups of which a role here has not all on record."""

@@ -23,8 +23,8 @@ class UseRelay(Message, frozen=True):
 
 
 class RelayLives(Message, frozen=True):
-    """To an agent, from who speaks for it: the controller has just said something."""
+    """The controller has just said something: to an agent, from who speaks for it."""
 
 
 class LeavingRelay(Message, frozen=True):
-    """From an agent, over the connection with who speaks for it: that ends, and the agent lives."""
+    """The agent lives, and ends its connection with who speaks for it, over which it says so."""

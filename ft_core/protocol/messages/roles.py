@@ -47,7 +47,8 @@ class Reopened(Message, frozen=True):
 
 
 class Trained(Message, frozen=True):
-    """For the ledger: a step's samples. `since`: the version that its epoch began from, None of start-up."""
+    """The samples of a step, for the ledger. `since`: the version that its epoch began from, None of
+    start-up."""
 
     epoch: Epoch
     since: Version | None
@@ -83,18 +84,21 @@ class Issued(Message, frozen=True):
 
 
 class PausedAtStep(Message, frozen=True):
-    """A role has stopped at the end of a step for those who come back."""
+    """A role has stopped at the end of a step for those who come back. `version`: that it has done."""
 
     epoch: Epoch
     role: Role
+    version: Version = 0
 
 
 class Unprotected(Message, frozen=True):
-    """A role's script runs without fault tolerance. `so_far`: it may yet ask for it."""
+    """A role's script runs without fault tolerance. `so_far`: it may yet ask for it. `epoch`: as of
+    `WorkerLost`; its agent adds it."""
 
     role: Role
     reason: str
     so_far: bool
+    epoch: Epoch | None = None
 
 
 class Suspect(Message, frozen=True):
@@ -117,9 +121,10 @@ class Completed(Message, frozen=True):
 
 
 class Finished(Message, frozen=True):
-    """A role's script is done."""
+    """A role's script is done. `epoch`: as of `WorkerLost`; its agent adds it."""
 
     role: Role
+    epoch: Epoch | None = None
 
 
 class Configure(Message, frozen=True):
@@ -169,7 +174,7 @@ class PauseAfterStep(Message, frozen=True):
 
 
 class ConfigureAnswer(Message, frozen=True):
-    """To a worker's `Configure`; `error`: why its settings cannot be had."""
+    """The answer to a worker's `Configure`; `error`: why its settings cannot be had."""
 
     worker: Number
     id: Number

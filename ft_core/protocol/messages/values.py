@@ -31,6 +31,7 @@ SegmentId = str
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
 """A checksum of what several roles hold alike."""
 NodeName = str
+"""The name of an agent, which no other has had; `protocol.domains.place` is the machine that it runs on."""
 Session = Annotated[str, Meta(pattern=r"^[0-9a-z]{1,64}\Z")]
 """The name of one controller's process, which no other has: pulses for another do not count."""
 JobId = Annotated[str, Meta(pattern=r"^[0-9A-Za-z._-]{0,64}\Z")]
@@ -44,7 +45,7 @@ _PORT = r"(?:[1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-
 Address = Annotated[str, Meta(pattern=rf"^{_HOST}:{_PORT}\Z")]
 """HOST:PORT of a process, such as can be connected to: nobody who is told it stumbles over it."""
 Addresses = Annotated[str, Meta(pattern=rf"^{_HOST}:{_PORT}(,{_HOST}:{_PORT}){{0,15}}\Z")]
-"""Those of one process, by each of its interfaces."""
+"""The addresses of one process, by each of its interfaces."""
 CheckpointName = Annotated[
     str, Meta(pattern=r"^step-[0-9]{1,18}-[0-9]{1,19}-[0-9A-Za-z_]{1,64}-[0-9]{1,10}\Z")
 ]
@@ -242,6 +243,8 @@ class Fault(StrEnum):
     """The same, after which others are preferred to it."""
     DEVICE_CONDEMNED = "device_condemned"
     """The same, and it is not to be used again before it is repaired."""
+    SLOW = "slow"
+    """Nothing has failed: a role there took longer for each step than its like, and was moved."""
 
 
 DEVICE_FAULTS = frozenset({Fault.DEVICE, Fault.DEVICE_FAULTY, Fault.DEVICE_CONDEMNED})
@@ -284,6 +287,33 @@ class Symptom(StrEnum):
     """A plugin's, by the name that it has given, with what it wants to be done."""
 
 
+class Soundness(StrEnum):
+    """What a check of a node comes to."""
+
+    OK = "ok"
+    SICK = "sick"
+    UNKNOWN = "unknown"
+    """It could not be made, or did not end: that keeps nobody out."""
+
+
+class NodeCheck(Value, frozen=True):
+    """One check of a node. `found`: a figure, or what it was made on. `why`: of one that is not `ok`, a
+    sentence for people. `device`: the index of the GPU that it is about, -1 for none."""
+
+    name: str
+    soundness: Soundness
+    found: str
+    why: str = ""
+    device: Number = -1
+
+
+class Timing(Value, frozen=True):
+    """How many seconds the same has taken, several times."""
+
+    best: float
+    worst: float
+
+
 class FailureRecord(Value, frozen=True):
     """A failure, as it is kept of the node where it was. `place`: the node, whichever process is its agent.
     `age`: seconds."""
@@ -298,7 +328,7 @@ class FailureRecord(Value, frozen=True):
     """The version that the role had; -1 in start-up."""
     fault: Fault
     signature: str
-    """By which an exception is known again."""
+    """A text by which an exception is known again."""
     age: float
 
 
@@ -378,13 +408,15 @@ class RoleBeat(Value, frozen=True):
     h2h_bytes: Number
     h2h_snapshots: Number
     own_s: float = 0.0
-    """Seconds of a step that are not spent in operations of process groups; 0: not known. See
-    `node.workers.own_time`."""
+    """Seconds of a step that it computes, and neither is in operations of process groups nor waits for data
+    or copies; 0: not known. See `node.workers.own_time`."""
     loss: float | None = None
-    """That the script has told last."""
+    """The loss that the script has told last."""
     ready: Number = 0
     """The pid of a standby that has started the role ahead of need; 0: there is none."""
     copy_s: float = 0.0
     """Seconds that it took to have its newest version safe, from when it was whole on its own node."""
     passed: Number = 0
     """How much a newcomer's script has passed over that was done before it; see `state.memory.Word`."""
+    data_s: float = 0.0
+    """Seconds of a step that it waits for its data."""

@@ -33,11 +33,11 @@ from ft_core.protocol.flight import NEWEST, FlightLog
 from ft_core.protocol.messages import Flights, RoleBeat, SendFlight
 
 FLOOR = 5.0
-"""Seconds that nothing is taken for a hang, whatever is usual."""
+"""Seconds for which nothing is taken for a hang, whatever is usual."""
 START_FLOOR = 30.0
-"""The same, of those who recover."""
+"""Seconds for which nothing is taken for a hang of roles that recover."""
 FACTOR = 3.0
-"""So many times what is usual is not."""
+"""How many times as long as usual something must take to count as unusual."""
 ANSWER = 5.0
 """Seconds that nodes have to send their records, before it is judged without them."""
 WAITING = 120.0
@@ -49,13 +49,13 @@ TREATMENT = 15.0
 BUSY = 1 << 16
 """Bytes that a role reads and writes between two readings, if it is at work: it saves, or loads."""
 _STEPS = 1000
-"""The newest steps, of which is known what they took."""
+"""How many of the newest steps are remembered with the time that they took."""
 _EXCUSES = 64
-"""The most of those who have held the others up for a while of whom is known for how long."""
+"""How many of those who have held the others up for a while are remembered."""
 _UNUSUAL = 1 << 16
-"""Operations that took long for a reason, of which that is known."""
+"""How many operations are remembered that took long for a known reason."""
 _RECORDS = 16384
-"""Operations of all roles that one reading brings, about."""
+"""About how many operations of all roles one reading brings."""
 
 
 @dataclass(frozen=True)
@@ -116,18 +116,18 @@ class Detector:
         self._asked: float | None = None
         self._answers: dict[str, tuple[FlightLog, ...]] = {}
         self._before: tuple[object, ...] = ()
-        """What the reading before has shown."""
+        """What the last reading has shown."""
         self._bytes: dict[int, int] = {}
-        """Bytes that each role had read and written by then."""
+        """Bytes that each role had read and written by the last reading."""
         self._said: tuple[object, ...] = ()
         self._suspects: tuple[int, ...] = ()
-        """Those without whom nothing moves just now."""
+        """Roles without whom nothing moves just now."""
         self._excuses: dict[tuple[int, ...], float] = {}
-        """For how long that was so of whom before it ended by itself; the newest last."""
+        """How long suspects have held the others up before that ended by itself; the newest last."""
         self._closely: tuple[int, ...] = ()
         """Roles at which the reading looks that is under way, or to come."""
         self._waiting: For | None = None
-        """For what the suspects wait, if they do."""
+        """What the suspects wait for themselves, if anything."""
         self._longest: dict[For, float] = {}
         """How long such waits have taken that ended by themselves."""
         self._unusual: dict[Operation, None] = {}
@@ -137,7 +137,8 @@ class Detector:
         self._blamed: dict[int, int] = {}
         """Roles that were taken for hung in this epoch, and in which step."""
         self._replaced: dict[int, int] = {}
-        """And in those before, as far as the job has not left that step behind."""
+        """Roles that were taken for hung in former epochs, as far as the job has not left that step
+        behind."""
 
     @property
     def suspects(self) -> tuple[int, ...]:
@@ -176,7 +177,7 @@ class Detector:
             self._forget()
 
     def _excuse(self, seconds: float) -> None:
-        """They have come by themselves."""
+        """The suspects go on by themselves: note how long that took."""
         if self._waiting is not None:
             self._longest[self._waiting] = max(seconds, self._longest.get(self._waiting, 0.0))
         elif self._suspects:
@@ -282,7 +283,7 @@ class Detector:
     def _excused(
         self, cluster: ClusterState, logs: Iterable[FlightLog], finding: Finding, waited: float
     ) -> dict[int, Wait]:
-        """Those who would be to blame, and wait for what others in their place would wait for."""
+        """Roles that would be to blame, and wait for what others in their place would wait for as well."""
         found: dict[int, Wait] = {}
         limit = cluster.settings.hang_limit
         for log in logs:
@@ -295,7 +296,8 @@ class Detector:
         return found
 
     def _stalled(self, case: Case, finding: Finding) -> Stalled | None:
-        """It is said once. Of what is usual for those who wait in it, such a time says nothing."""
+        """Report it once. How long such a wait takes says nothing of what is usual for those who wait in
+        it."""
         if self._said == (finding.kind, finding.roles):
             return None
         self._said = finding.kind, finding.roles
@@ -321,7 +323,8 @@ class Detector:
         return max(usual, FACTOR * finding.usual, excuse)
 
     def _patience_at_start(self, cluster: ClusterState, finding: Finding, starting: Set[int]) -> float:
-        """The same, while the first step of the epoch is under way."""
+        """Seconds that others have to wait before somebody is to blame, while the first step of the epoch is
+        under way."""
         if finding.proven:
             return START_FLOOR
         if not cluster.trained:  # of the very first start nothing is known: its operations' time-outs hold
@@ -332,7 +335,7 @@ class Detector:
         return max(cluster.settings.hang_limit, known)
 
     def _again(self, finding: Finding) -> bool:
-        """Whether one of them was replaced for it before."""
+        """Whether one of the culprits was replaced for it before."""
         return bool(self._replaced.keys() & set(finding.culprits))
 
 

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from ft_core.control.liveness.hangs.operations import Alike, Flight, Operation
 
 _CONTEXTS = (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
-"""So many operations before another are compared, as many as there are elsewhere. One: as a step begins."""
+"""How many operations before another are compared, as many as there are elsewhere. One: as a step begins."""
 _NEW = 48
 """The newest operations of a role, in which it may have diverged."""
 _COMPARED = 96
 """Roles that are compared with each other, at most."""
 _ENOUGH = 2
-"""So often has something been done that is usual."""
+"""How often something must have been done to count as usual."""
 _SIZE = Alike._fields.index("nbytes")
 _STEP = 0
-"""In a sequence: here a step ends."""
+"""The number in a sequence that stands for the end of a step."""
 
 Place = tuple[int, int]
 """The place of an operation: the role, and which one of its sequence."""
@@ -75,7 +75,7 @@ class UsualOrder:
             self.sequences[role], self.operations[role] = sequence, operations
             self._steps[role], self._texts[role] = steps, "".join(map(chr, sequence))
         self._seen: dict[int, set[tuple[int, int]]] = {}
-        """By number: the roles and steps in which it was done."""
+        """Number of an operation -> the roles and steps in which it was done."""
         for role, sequence in self.sequences.items():
             for at, number in enumerate(sequence):
                 self._seen.setdefault(number, set()).add((role, self._steps[role][at]))
@@ -168,7 +168,7 @@ class UsualOrder:
 
 
 def diverged(flights: Mapping[int, Flight], suspects: Collection[int]) -> Diverged:
-    """Those of `suspects` that have left the usual order."""
+    """Which of `suspects` have left the usual order."""
     few = sorted(role for role in suspects if role in flights)[:_COMPARED]
     others = sorted(
         set(flights) - set(few), key=lambda role: min((abs(role - each) for each in few), default=0)

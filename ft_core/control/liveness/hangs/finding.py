@@ -22,6 +22,7 @@ from ft_core.control.liveness.hangs.operations import (
     roles_in_words,
 )
 from ft_core.control.liveness.hangs.waiting import Wait
+from ft_core.protocol.domains import place
 from ft_core.protocol.flight import FlightLog
 
 SUSPECTS = 3
@@ -124,7 +125,7 @@ class Case:
         return self._about("absent", ranked, len(ranked) if len(ranked) <= SUSPECTS else 0)
 
     def _circle(self, roles: frozenset[int]) -> Finding:
-        """They wait for each other."""
+        """The finding that roles wait for each other."""
         pivots = self.waits.pivots(roles)
         suspects = pivots or sorted(roles)  # of one role's fault all circles go through it
         strange = diverged(self.flights, suspects)
@@ -223,11 +224,18 @@ class Case:
         operation = max(direct, key=self._longest)
         waiting = self.waits.waiting[operation] - set(named) or self.waits.waiting[operation]
         witness = max(waiting, key=lambda role: self.flights[role].waited(operation))
-        about = witness, self._longest(operation), self._usual(operation)
-        return Finding(kind, named, min(sure, SUSPECTS), words, *about)
+        return Finding(
+            kind,
+            named,
+            min(sure, SUSPECTS),
+            words,
+            witness=witness,
+            waited=self._longest(operation),
+            usual=self._usual(operation),
+        )
 
     def _who(self, role: int) -> str:
-        return f"role {role} (node {self.places[role].partition('+')[0]})"
+        return f"role {role} (node {place(self.places[role])})"
 
     def _of_role(self, role: int) -> str:
         """What others wait for it in, and what it does instead."""

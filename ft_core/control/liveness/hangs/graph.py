@@ -49,7 +49,7 @@ class Waits:
         return self.missing[node] if isinstance(node, Operation) else self.operations(node)
 
     def operations(self, role: int) -> list[Operation]:
-        """In which it waits for somebody."""
+        """Operations in which a role waits for somebody."""
         return self._of_role.get(role, [])
 
     def for_(self, role: int) -> list[Operation]:

@@ -54,16 +54,16 @@ class Alike(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """One that several roles take part in; all of them call it so."""
+    """An operation that several roles take part in; all of them call it so."""
 
     group: str
     pair: tuple[int, int] | None
-    """For a point-to-point operation: who sends, or -1 for whoever does, and who receives."""
+    """The sender (-1: anybody) and receiver of a point-to-point operation."""
     number: int
 
     @property
     def roles(self) -> tuple[int, ...]:
-        """Who takes part, roles that are away included; of a receive from anybody all who may."""
+        """The roles that take part, those that are away included; of a receive from anybody all who may."""
         return members(self.group) if self.pair is None or self.pair[0] < 0 else self.pair
 
 
@@ -83,9 +83,10 @@ class Flight:
         self.labels = {group.name: group.label for group in log.groups}
         self.records: dict[Operation, FlightRecord] = {}
         self.under_way: list[Operation] = []
-        """That it has entered, and that have not ended."""
+        """Operations that the role has entered, and that have not ended."""
         self.behind: set[Operation] = set()
-        """That its host has issued, and its device has not come to: a stream waits for others first."""
+        """Operations that its host has issued and its device has not come to: a stream waits for others
+        first."""
         self._newest: dict[tuple[str, tuple[int, int] | None], int] = {}
         device = {group.id for group in log.groups if group.backend != "gloo"}
         held = False
@@ -205,7 +206,7 @@ def _shape(group: str) -> tuple[tuple[tuple[int, int], ...], int]:
 
 
 def in_words(operation: Operation, flight: Flight) -> str:
-    """For a person: `all_reduce #57 of group 0-3`."""
+    """An operation as a person reads it: `all_reduce #57 of group 0-3`."""
     kind = flight.records[operation].kind if operation in flight.records else "operation"
     if operation.pair is not None:
         source, target = operation.pair

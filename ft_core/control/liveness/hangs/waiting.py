@@ -131,7 +131,7 @@ def _innermost(stack: Iterable[Frame], parts: Iterable[str]) -> str:
 
 
 def does(seen: Seen) -> str:
-    """In words."""
+    """What a process is doing, in words."""
     return _DOES.get(seen.doing, seen.doing) + (f", {seen.what}" if seen.what else "")
 
 

@@ -79,9 +79,9 @@ function showRoles(id, what, kind, roles) {
   if (said === (named[id] ?? "[]")) return;
   named[id] = said;
   byId(id).hidden = !roles.length;
-  byId(id).replaceChildren(el("p", {}, what, ...roles.map(([role, node, score]) =>
+  byId(id).replaceChildren(el("p", {}, what, ...roles.map(([role, node, score, part]) =>
     el("button", { type: "button", class: kind, onclick: () => { details.open(node); details.flight(role, node); } },
-      `role ${role} on ${node.split("+", 1)[0]}` + (score ? `: ${score.toFixed(2)} times` : "")))));
+      `role ${role} on ${node.split("+", 1)[0]}` + (score ? `: ${score.toFixed(2)} times (${part})` : "")))));
 }
 
 function showTrouble(job) {
@@ -95,7 +95,7 @@ function showTrouble(job) {
 function showJob(job) {
   showTrouble(job);
   showRoles("hang", "Others wait longer than usual for: ", "danger", job.suspects);
-  showRoles("slow", "Takes longer than most for its own part of a step: ", "", job.stragglers);
+  showRoles("slow", "Takes longer than its like for its own part of a step: ", "", job.stragglers);
   setText(byId("job"), `Job ${job.name}`);
   setText(byId("phase"), job.phase);
   byId("phase").dataset.phase = job.phase;

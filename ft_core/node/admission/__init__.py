@@ -1,0 +1,1 @@
+"""Whether this node is well: what is checked of it before it is given roles."""
