@@ -559,9 +559,9 @@ class NodeShell:
         self._examinations += 1
         path = self._log_dir / f"check-{self._examinations}.jsonl"
         try:
-            self._log_dir.mkdir(parents=True, exist_ok=True)
+            await asyncio.to_thread(self._log_dir.mkdir, parents=True, exist_ok=True)  # storage may hang
             found = await examined(lambda: self.pool.aside(examination.main, str(path), subject), path)
-        except OSError as error:
+        except (OSError, EOFError) as error:  # the fork server is ending
             found = examination.impossible("start", str(error))
         about = found.times, found.hardware
         self._handle(e.NodeExamined(tuple(found.checks), *about, tuple(found.findings)))

@@ -35,8 +35,9 @@ class DataWaits:
         def following(iterator: Any) -> Any:
             if self._inside or threading.current_thread() is not threading.main_thread():
                 return original(iterator)
-            self._inside, began = True, time.monotonic_ns()
+            began = time.monotonic_ns()
             try:
+                self._inside = True
                 return original(iterator)
             finally:
                 self._nanoseconds += time.monotonic_ns() - began

@@ -20,6 +20,7 @@ from ft_core.state.adoption import Snapshots
 from ft_core.state.memory import Word
 from ft_core.worker import events as e
 from ft_core.worker.calls import KeepCalls
+from ft_core.worker.data_waits import data_waits
 from ft_core.worker.groups import Groups
 from ft_core.worker.shell import WorkerShell
 from ft_core.worker.states import AtEnd, Holding, Loading, Quiet, Restoring, Stuck, Trained
@@ -216,6 +217,7 @@ class Recovery:
         self.oldest = min(self.oldest, self.newest)
         shell.is_at(shell.version)
         self.step_began = time.monotonic_ns()
+        data_waits.take()  # what was waited for before is no part of this step
         shell.handle(e.Loaded(shell.version, loaded))
 
     def _load(self, restore: m.Restore) -> bool:

@@ -36,7 +36,9 @@ def first_places(
     missing = [rank for rank in range(wanted) if rank not in by_rank]
     in_vain: list[int] = []
     if left_out and quiet <= GRACE:
-        missing = sorted({cluster.nodes[name].hello.node_rank for name in left_out}.intersection(missing))
+        ranks = [cluster.nodes[name].hello.node_rank for name in left_out]
+        anywhere = [rank for rank in missing if rank not in ranks][: ranks.count(ANY_RANK)]
+        missing = sorted({*anywhere, *(rank for rank in missing if rank in ranks)})
     if missing and (left_out or quiet > GRACE):
         begin = {node.name for node in by_rank.values()}
         spares = [

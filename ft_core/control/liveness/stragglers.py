@@ -172,6 +172,8 @@ class Stragglers:
             seen.step = beat.step
             self._remember(seen, beat)
             usual = compute, data, whole
+            if len(known) == 1 < len(roles):
+                continue  # of its like nothing is known yet
             if len(known) == 1:
                 if not seen.settled:
                     continue

@@ -16,6 +16,7 @@ from ft_core.protocol.messages import NodeCheck, Soundness
 
 LIMIT = 14.0
 """Seconds that all checks may take together. What has not ended by then is unknown."""
+_TAKEN_BACK = 3.0
 
 
 async def examined(start: Callable[[], BaseProcess], path: Path, limit: float = LIMIT) -> Examination:
@@ -32,13 +33,29 @@ async def examined(start: Callable[[], BaseProcess], path: Path, limit: float = 
         how = f"its process ended with {process.exitcode}"
     except TimeoutError:
         how = f"it did not end within {limit:g} s"
-    finally:
+    except asyncio.CancelledError:
         loop.remove_reader(process.sentinel)
-        if not ended.is_set() and process.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
+        _kill(process)
+        raise
+    if not ended.is_set():
+        await _killed(process, ended)
+    loop.remove_reader(process.sentinel)
     found = await asyncio.to_thread(examination.read, path)
     if not found.complete:
         name = found.begun or "start"
         found.checks.append(NodeCheck(name, Soundness.UNKNOWN, "", f"it cannot be made: {how}"))
     return found
+
+
+async def _killed(process: BaseProcess, ended: asyncio.Event) -> None:
+    """End it, and give the kernel a moment to take its devices and their memory back: workers come next."""
+    _kill(process)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_TAKEN_BACK):
+            await ended.wait()
+
+
+def _kill(process: BaseProcess) -> None:
+    if process.pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)

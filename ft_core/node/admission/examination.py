@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +37,8 @@ MACHINE: tuple[MachineCheck, ...] = (
 """Checks of `ftctl doctor` that say of a machine, whatever the job, that no recovery works on it. What they
 find is as a rule the same on all nodes, those that train included: it is told, and keeps nobody out."""
 HEALTH = "device health"
+_LONGEST = 30
+"""Seconds that the process may live: more than its agent gives it."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,10 @@ Part = tuple[str, Callable[[], Iterator[Said]]]
 def parts(subject: Subject) -> Iterator[Part]:
     """What is done, in this order: what is most telling first."""
     count = visible_gpus(subject.devices)
+    listed = gpus.by_bus(subject.devices, subject.environment.get("CUDA_VISIBLE_DEVICES")) or {}
+    if 0 < count < len(listed):
+        what = f"{count} of {len(listed)} can be used"
+        yield "GPUs", lambda: iter([NodeCheck("GPUs", Soundness.SICK, what, f"of the node's GPUs {what}")])
     if count:
         for device in range(count):
             yield known_answer.NAME, lambda device=device: known_answer.on_gpu(device)  # type: ignore[misc]
@@ -188,7 +195,8 @@ def _line(said: Said) -> Line:
 
 
 def main(path: str, subject: Subject) -> None:
-    """In a process of its own."""
+    """In a process of its own, which ends by itself, should nobody be there any more to end it."""
+    signal.alarm(_LONGEST)
     oom_score.go_first()
     with open(path, "ab", buffering=0) as file:
 

@@ -127,7 +127,10 @@ def own_time(control: ControlBlock) -> OwnTime | None:
     if control[Word.VERSION] != version:
         return None
     mine = slots[whole & (slots["epoch"] == epoch) & (slots["step"] == version - 1)]
+    there = slots[whole]
     if not len(mine):
+        if len(there) and there["first"].min() > 1 and there[there["first"].argmin()]["step"] >= version:
+            return None  # all of it is overwritten by what came after
         return OwnTime(max(0, took - data - copies) / 1e9, data / 1e9)
     oldest = int(slots["first"][whole].min())
     if int(mine["first"].min()) == oldest > 1:
