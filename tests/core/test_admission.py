@@ -26,6 +26,7 @@ from ft_core.node.admission.checked import findings
 from ft_core.node.admission.findings import fail, warn
 from ft_core.protocol import messages as m
 from ft_core.protocol.messages import DeviceAction, NodeCheck, Soundness, Symptom, Timing
+from ft_core.settings import ANY_RANK
 
 SUBJECT = examination.Subject("127.0.0.1", 1, 2, {})
 SICK = NodeCheck("computation", Soundness.SICK, "2 cores", "core 1 computes wrongly: the product")
@@ -445,6 +446,17 @@ def test_a_sick_node_is_left_out_where_there_is_a_spare() -> None:
     well(control, "node1", "node2")
     control.wait(0.1)
     assert control.phase == "running" and control.controller.cluster.places == {0: "node2", 1: "node1"}
+
+
+def test_a_spare_takes_the_place_of_a_sick_node_without_a_rank() -> None:
+    control = ControlPlane(nodes=2, join=(), preflight="all")
+    for name in ("a", "b"):
+        control.join(name, ANY_RANK)
+    control.join("spare")
+    ill(control, "a")
+    well(control, "b", "spare")
+    control.wait(0.1)
+    assert control.phase == "running" and set(control.controller.cluster.places.values()) == {"b", "spare"}
 
 
 def test_without_a_spare_the_job_ends_and_says_which_node_is_sick() -> None:

@@ -77,6 +77,13 @@ def test_what_is_waited_for_is_not_its_own(role: Role) -> None:
     assert own_seconds(role.control) == pytest.approx(2.0), "it was alone"
 
 
+def test_a_step_whose_operations_are_all_overwritten_is_not_its_own(role: Role) -> None:
+    role.step(0.5, 0.25)
+    for _ in range(SLOTS + 1):  # of the next step
+        role.waits(0.001)
+    assert own_seconds(role.control) is None
+
+
 def test_waiting_for_data_and_for_copies_is_not_computing(role: Role) -> None:
     role.now += 1.0
     role.waits(0.5)
