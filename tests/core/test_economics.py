@@ -8,6 +8,7 @@ import json
 import math
 from dataclasses import astuple, replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -79,6 +80,18 @@ def test_the_plan_says_what_failures_cost(capsys: pytest.CaptureFixture[str]) ->
     worth = json.loads(capsys.readouterr().out)["economics"]
     assert worth["expected"]["productive"] > worth["restarted"]["productive"] > 0.9
     assert worth["one_more"]["spare"] > 0 and worth["spares_for_little_waiting"] >= 1
+
+
+def test_the_plan_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "plan.svg"
+    assert ftctl(f"{PLAN} --mtbf-gpu 5000 --start-up-seconds 10 --plot {picture}") == 0
+    drawn = ElementTree.parse(picture).getroot()
+    curves = drawn.findall("{*}polyline")
+    assert len(curves) == 2 and "this job: 3.26 days" in "".join(drawn.itertext())
+    heights = [[float(pair.split(",")[1]) for pair in c.attrib["points"].split()] for c in curves]
+    assert all(ours <= plain for ours, plain in zip(*heights, strict=True)), "further up is better"
+    capsys.readouterr()
+    assert ftctl(f"{PLAN} --plot {picture}") == 2 and "give --mtbf-gpu" in capsys.readouterr().err
 
 
 def test_the_plan_asks_for_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
-from ft_core.cli.planner import terms, worth
+from ft_core.cli.planner import plot, terms, worth
 from ft_core.cli.planner.figures import figures_of, seconds, size, text
 from ft_core.cli.planner.razor import plan, summarise
 from ft_core.cli.planner.shape import DataParallel, Framework, Hosts, PlannedJob, Storage, check_batch
@@ -152,6 +152,13 @@ def main(args: argparse.Namespace, frameworks: Sequence[Framework]) -> int:
     except ConfigError as error:
         print(f"ftctl plan: {error}", file=sys.stderr)
         return 2
+    if args.plot is not None:
+        if not (worked_out := figures["economics"]).get("curve"):
+            missing = ", ".join(worked_out.get("missing", ["--mtbf-gpu"]))
+            print(f"ftctl plan: --plot: give {missing}", file=sys.stderr)
+            return 2
+        points = [worth.Point(**each) for each in worked_out["curve"]]
+        args.plot.write_text(plot.svg(points, worked_out["hours_between_failures"] * 3600))
     print(json.dumps(figures, indent=1) if args.json else text(job, found, figures, args.price_gpu_hour))
     fits = not args.node_memory_gb or found.memory_per_node <= args.node_memory_gb * terms.GB
     return 0 if found.survives >= job.hosts.replicas and fits else 1

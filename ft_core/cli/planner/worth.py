@@ -23,6 +23,18 @@ from ft_core.protocol.goodput import Cause
 WAITING = 0.001
 """The share of time that a job may wait for nodes, of which is said how many spares it takes."""
 MOST_SPARES = 4096
+_CURVE = 40
+_OFTEN, _SELDOM = 600.0, 30 * 24 * HOUR
+"""Seconds between failures at the ends of the curve."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """Productive shares of time where so many seconds are `between` two failures of the job."""
+
+    between: float
+    expected: float
+    restarted: float
 
 
 @dataclass(frozen=True)
@@ -95,6 +107,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     worth.add_argument(
         "--write-seconds", type=float, default=120, metavar="X", help="until it is on storage (default: 120)"
     )
+    worth.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the productive share by failures, as SVG"
+    )
     worth.add_argument("--price-gpu-hour", type=float, default=0, metavar="X", help="in any currency")
 
 
@@ -137,6 +152,7 @@ def figures_of(
         "restarted": asdict(economics.shares(failures, plain)),
         "durable_interval_seconds": ours.interval,
         "restarted_interval_seconds": plain.interval,
+        "curve": [asdict(each) for each in _curve(failures, ours, plain)],
         "one_more": {
             what: economics.shares(failures, other).productive - expected.productive
             for what, other in more.items()
@@ -174,6 +190,17 @@ def _protection(
     )
 
 
+def _curve(failures: Failures, ours: Protection, plain: Protection) -> list[Point]:
+    """The shares by how often something fails, with as many spares and the best intervals for that."""
+    found = []
+    for number in range(_CURVE + 1):
+        between = _OFTEN * (_SELDOM / _OFTEN) ** (number / _CURVE)
+        other = replace(failures, of_node=1 / between / failures.nodes)
+        best = (replace(job, interval=economics.best_interval(other, job)) for job in (ours, plain))
+        found.append(Point(between, *(economics.shares(other, job).productive for job in best)))
+    return found
+
+
 def _spares(failures: Failures) -> int | None:
     """The least that leave little waiting."""
     enough = (
@@ -198,11 +225,13 @@ def lines(worth: dict[str, Any], price: float) -> list[str]:
         "nodes": "waiting for a node",
     }
     every = worth["hours_between_failures"]
-    head = f"what time goes to, with a failure every {_time(every * HOUR)}"
+    head = f"what time goes to, with a failure every {time_text(every * HOUR)}"
     found = ["", f"{head:<52}{'here':>12}{'restarted':>12}"]
     found += [f"  {words[cause]:<50}{ours[cause]:>12.2%}{plain[cause]:>12.2%}" for cause in words]
     best = worth["durable_interval_seconds"], worth["restarted_interval_seconds"]
-    found.append(f"  {'best interval of durable checkpoints':<50}" + "".join(f"{_time(x):>12}" for x in best))
+    found.append(
+        f"  {'best interval of durable checkpoints':<50}" + "".join(f"{time_text(x):>12}" for x in best)
+    )
     if price:
         cost = worth["cost_a_month"]
         found.append(f"  {'cost a month':<50}{cost:>12,.0f}{cost:>12,.0f}")
@@ -211,7 +240,7 @@ def lines(worth: dict[str, Any], price: float) -> list[str]:
             f"{cost * (1 - plain['productive']):>12,.0f}"
         )
     years = worth["years_between_losses"]
-    found.append(f"  {'memory does not suffice once in':<50}{_time(years * 12 * MONTH):>12}")
+    found.append(f"  {'memory does not suffice once in':<50}{time_text(years * 12 * MONTH):>12}")
     for what, gain in worth["one_more"].items():
         found.append(f"  {f'one more {what} would bring, in points':<50}{gain * 100:>+12.2f}")
     spares = worth["spares_for_little_waiting"]
@@ -220,7 +249,7 @@ def lines(worth: dict[str, Any], price: float) -> list[str]:
     return [*found, "  (docs/economics.md has the formulas)"]
 
 
-def _time(seconds: float) -> str:
+def time_text(seconds: float) -> str:
     """In the unit that makes it readable."""
     units = ((12 * MONTH, "years"), (24 * HOUR, "days"), (HOUR, "h"), (60.0, "min"))
     for unit, name in units:
