@@ -338,17 +338,22 @@ def test_another_node_that_dies_needs_the_place_more() -> None:
     assert not job["node1"].draining and not job.controller.cluster.draining
 
 
+def newcomer_dies(job: ControlPlane) -> None:
+    """Role 1 starts on node2, and its worker crashes; another one is idle there."""
+    job.wait(0.1)
+    start(job, 1, on="node2")
+    job["node2"].say(job["node2"].crash(1))
+    job["node2"].idle += 1
+    job["node2"].beat()
+
+
 def test_newcomers_that_die_are_tried_again_and_then_the_node_stays() -> None:
     job = ControlPlane(nodes=2, spares=1)
     job.all_step(1)
     drain(job, "node1")
     for number in range(ATTEMPTS):
-        job.wait(0.1)
-        start(job, 1, on="node2")
-        job["node2"].say(job["node2"].crash(1))
+        newcomer_dies(job)
         assert len(job.records_of("not_moving")) == 1 + number
-        job["node2"].idle += 1
-        job["node2"].beat()
     job.wait(0.1)
     assert "3 starts of its roles elsewhere failed" in job.records_of("not_drained")[0].reason
     assert job["node1"].heard[-1] == Drain(wanted=False) and job.phase == "running"
@@ -364,11 +369,7 @@ def test_a_newcomer_that_dies_when_its_attempt_is_over_is_no_failure_of_its_role
     job.all_step(1)
     drain(job, "node1")
     for _ in range(ATTEMPTS):
-        job.wait(0.1)
-        start(job, 1, on="node2")
-        job["node2"].say(job["node2"].crash(1))
-        job["node2"].idle += 1
-        job["node2"].beat()
+        newcomer_dies(job)
     job.wait(0.1)
     assert job.records_of("not_drained")
     job["node2"].workers[1] = next(job.pids)  # of the last attempt, too

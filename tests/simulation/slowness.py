@@ -8,7 +8,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from ft_core.control import events as ev
-from ft_core.control.liveness.strikes import place
+from ft_core.protocol.domains import place
 from ft_core.protocol.messages import Fault
 
 from .invariants import Invariant

@@ -254,7 +254,8 @@ def _no_room(cluster: ClusterState, roles: int, going: list[NodeName] | None = N
 
 
 def _room(cluster: ClusterState, going: list[NodeName], avoided: Collection[str] = ()) -> PlacementCapacity:
-    idle = {name: node.idle for name, node in cluster.nodes.items() if name not in going}
+    out = set(going)
+    idle = {name: node.idle for name, node in cluster.nodes.items() if name not in out}
     return PlacementCapacity(cluster.places, idle, cluster.settings.nproc_per_node, avoided)
 
 
