@@ -104,26 +104,37 @@ def take_over(directory: Path, role: int, started_over: int) -> list[Path]:
     scripts were begun anew.
     """
     logs, own = directory.parent.parent, f"{directory.parent.name}/{directory.name}"
-    found: list[Path] = []
+    found = played(logs, role, started_over)
     try:
-        found = played(logs, role, started_over)
         with players(logs, role).open("a") as file:
             file.write(f"{started_over} {own}\n")
         (directory / "role").write_text(f"{role}\n")
         link = logs / f"role-{role}"
         link.unlink(missing_ok=True)
         link.symlink_to(own)
-    except (OSError, ValueError) as error:
-        text = f"ftrun: {logs}/role-{role}: {error}; lines may come twice on the console"
-        print(LOG_CONTEXT.line("WARNING", text), file=sys.stderr)
+    except OSError as error:
+        _lines_may_come_twice(logs, role, error)
     return found
 
 
 def played(logs: Path, role: int, started_over: int | None) -> list[Path]:
-    """Log directories of the workers that have played `role` since the epoch `started_over`; None: of all."""
-    known = players(logs, role)
-    lines = (line.split() for line in known.read_text().splitlines()) if known.exists() else ()
-    return [logs / name for epoch, name in lines if started_over in (None, int(epoch))]
+    """Log directories of the workers that have played `role` since the epoch `started_over`; None: of all.
+
+    Nobody, where that cannot be read.
+    """
+    try:
+        lines = [line.split() for line in players(logs, role).read_text().splitlines()]
+        return [logs / name for epoch, name in lines if started_over in (None, int(epoch))]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:  # storage that fails, or a line half written when its node died
+        _lines_may_come_twice(logs, role, error)
+        return []
+
+
+def _lines_may_come_twice(logs: Path, role: int, error: Exception) -> None:
+    text = f"ftrun: {logs}/role-{role}: {error}; lines may come twice on the console"
+    print(LOG_CONTEXT.line("WARNING", text), file=sys.stderr)
 
 
 def printed(text: str, directories: Iterable[Path]) -> bool:
