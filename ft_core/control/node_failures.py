@@ -8,6 +8,7 @@ from ft_core.control.liveness import strikes
 from ft_core.control.liveness.links import Broken, Pair
 from ft_core.control.observe.observations import FirstSign
 from ft_core.control.phases import Quiescing, Running, Waiting
+from ft_core.control.prestart.draining import can_shrink
 from ft_core.control.recovery import RecoveryCoordinator
 from ft_core.protocol import messages as m
 from ft_core.protocol.domains import place
@@ -140,7 +141,9 @@ class NodeFailures:
     def _has_no_other(self, replaced: m.NodeName, ends: Pair) -> bool:
         """Whether the job would wait for a node if that one were replaced."""
         cluster = self._cluster
-        if cluster.settings.policy != "wait" or replaced not in cluster.roles_by_node:
+        if cluster.settings.policy == "stop" or replaced not in cluster.roles_by_node:
+            return False
+        if can_shrink(cluster, replaced):
             return False
         unusable = {*ends, *cluster.draining}
         return not cluster.nodes.keys() - cluster.roles_by_node.keys() - unusable

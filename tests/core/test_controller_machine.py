@@ -800,9 +800,9 @@ def answer_probes(job: ControlPlane, seconds: float, *broken: tuple[str, str]) -
     return count
 
 
-def broke(nodes: int = 3, spares: int = 1) -> ControlPlane:
+def broke(nodes: int = 3, spares: int = 1, policy: str = "wait") -> ControlPlane:
     """A job in which a worker has seen its connections break."""
-    job = ControlPlane(nodes=nodes, spares=spares)
+    job = ControlPlane(nodes=nodes, spares=spares, policy=policy)
     job.all_step(1)
     job.wait(1)
     job["node0"].say(Suspect(epoch=1, role=0, reason="connection reset"))
@@ -870,9 +870,10 @@ def test_a_link_that_is_broken_once_is_not() -> None:
     assert job.records_of("decided")[-1].more["moved"] == {}, "what broke is made anew, by the same workers"
 
 
-def test_nobody_is_replaced_for_a_link_while_there_is_no_other_node() -> None:
+@pytest.mark.parametrize("policy", ["wait", "shrink"])  # which it cannot: there is one replica group
+def test_nobody_is_replaced_for_a_link_while_there_is_no_other_node(policy: str) -> None:
     """Found by the simulator: it came back to the same link, without its copies, until the job ended."""
-    job = broke(nodes=2, spares=0)
+    job = broke(nodes=2, spares=0, policy=policy)
     answer_probes(job, 20, ("node0", "node1"))
     [waiting] = job.records_of("waiting")
     assert "nodes node0 and node1 do not reach each other" in waiting.reason and "--join" in waiting.reason

@@ -145,6 +145,7 @@ FAILED_ONCE = {
     2110007167: "waiting for copies in steps that were done again was called the price of saving",
     -1076389710: "a leader whose clock stood still missed a node that had greeted it before it went over to "
     "the next one",
+    201150583: "an end of a broken link was replaced, under the policy shrink, where nothing could be shrunk",
 }
 """Seeds of schedules that have failed: what was wrong, and the mutation that makes it wrong again."""
 
