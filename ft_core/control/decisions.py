@@ -146,7 +146,7 @@ class Decisions:
             older = outcome.origin != "durable" and older_than_promised(cluster, outcome.version)
             if not older or not self.end_if_storage_unreadable():
                 self._tell_of_need(outcome)
-                recovery.start_epoch(outcome, recovery.prestart.records())
+                recovery.start_epoch(outcome, recovery.prestart.records(outcome.roles))
         elif isinstance(outcome, RestartScripts):
             if not self.end_if_storage_unreadable():
                 self._restart_scripts(outcome)

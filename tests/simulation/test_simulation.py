@@ -146,6 +146,7 @@ FAILED_ONCE = {
     -1076389710: "a leader whose clock stood still missed a node that had greeted it before it went over to "
     "the next one",
     201150583: "an end of a broken link was replaced, under the policy shrink, where nothing could be shrunk",
+    1080286876: "a newcomer asked a role for records that had been ready, and was not used",
 }
 """Seeds of schedules that have failed: what was wrong, and the mutation that makes it wrong again."""
 

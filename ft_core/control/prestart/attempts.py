@@ -173,11 +173,13 @@ class Prestart:
             return [Send(node.peer, order)]
         return []
 
-    def records(self) -> list[tuple[int, Counts]]:
-        """What the roles have on record that are ready: what they have replayed was done by others, whose
-        workers may be lost since."""
-        attempt = self.attempt
-        return [] if attempt is None or not attempt.complete else sorted(attempt.ready.items())
+    def records(self, roles: Places) -> list[tuple[int, Counts]]:
+        """What the roles have on record that are ready, and that an epoch with `roles` begins with there: what
+        they have replayed was done by others, whose workers may be lost since."""
+        attempt, there = self.attempt, self.places()
+        if attempt is None or not attempt.complete:
+            return []
+        return [ready for ready in sorted(attempt.ready.items()) if roles.get(ready[0]) == there[ready[0]]]
 
     def remind(self, node: Node, shown: Collection[int]) -> list[Effect]:
         """A node that knows the plan has no worker for a role that is to start there: it had not begun the
