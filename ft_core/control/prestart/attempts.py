@@ -174,8 +174,8 @@ class Prestart:
         return []
 
     def records(self, roles: Places) -> list[tuple[int, Counts]]:
-        """What the roles have on record that are ready, and that an epoch with `roles` begins with there: what
-        they have replayed was done by others, whose workers may be lost since."""
+        """What the roles have on record that are ready, and with which, there, an epoch with `roles` begins:
+        what they have replayed was done by others, whose workers may be lost since."""
         attempt, there = self.attempt, self.places()
         if attempt is None or not attempt.complete:
             return []
