@@ -229,9 +229,9 @@ def test_deaths_that_a_successor_hears_of_late_are_as_old_as_they_are() -> None:
     assert job.controller.cluster.places[0] == job.controller.cluster.places[1] == "node0"
 
 
-def raises(job: ControlPlane, step: int, signature: str) -> None:
+def raises(job: ControlPlane, step: int, signature: str, fault: Fault = Fault.EXCEPTION) -> None:
     """An exception of role 0's."""
-    about = {"exit": "exit code 1", "code": 1, "fault": Fault.EXCEPTION, "step": step, "signature": signature}
+    about = {"exit": "exit code 1", "code": 1, "fault": fault, "step": step, "signature": signature}
     job["node0"].say(WorkerLost(role=0, pid=job["node0"].workers.pop(0), **about))
     if job.phase != "saving":
         job.all_report()
@@ -244,6 +244,16 @@ def test_errors_of_two_steps_in_turn_are_not_the_same_until_one_comes_again() ->
     job.all_step(5)
     raises(job, 5, "other")
     assert job.done is None
+    raises(job, 4, "one")
+    assert job.phase == "saving" and "the same again in the step after version 4" in job.said[-1]
+
+
+def test_an_error_that_a_device_made_a_script_raise_is_not_the_scripts_own() -> None:
+    job = ControlPlane(nodes=2)
+    job.all_step(4)
+    raises(job, 4, "one", Fault.DEVICE)
+    raises(job, 4, "one")
+    assert job.phase == "running"
     raises(job, 4, "one")
     assert job.phase == "saving" and "the same again in the step after version 4" in job.said[-1]
 

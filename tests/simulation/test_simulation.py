@@ -147,6 +147,7 @@ FAILED_ONCE = {
     "the next one",
     201150583: "an end of a broken link was replaced, under the policy shrink, where nothing could be shrunk",
     1080286876: "a newcomer asked a role for records that had been ready, and was not used",
+    2712120538: "an error of a script's ended the job: a device that failed had made its role raise the same",
 }
 """Seeds of schedules that have failed: what was wrong, and the mutation that makes it wrong again."""
 

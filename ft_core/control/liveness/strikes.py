@@ -216,9 +216,12 @@ class Strikes:
         return lost.step < 0 and len(self._before(lost)) >= ALIKE
 
     def _before(self, lost: WorkerLost) -> set[int]:
-        """Other workers of this role that have failed of the same in the same step."""
-        same = lost.role, lost.step, lost.signature
-        known = {s.pid for _, s in self._all if s.signature and (s.role, s.step, s.signature) == same}
+        """Other workers of this role that have failed of the same in the same step, by the same fault: what
+        was a device's says nothing of the script."""
+        same = lost.role, lost.step, lost.signature, lost.fault
+        known = {
+            s.pid for _, s in self._all if s.signature and (s.role, s.step, s.signature, s.fault) == same
+        }
         return known - {lost.pid}
 
     def everywhere(self, role: int, step: int) -> list[str]:
