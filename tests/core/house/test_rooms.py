@@ -1,4 +1,7 @@
-"""The rooms of `ft_core`: imports go down only, so what a process does can be read without those above it."""
+"""The rooms of `ft_core`: imports go down only, so what a process does can be read without those above it.
+
+`tests/core` has the same rooms.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,9 @@ APART = (("control", "worker"), ("control", "node"), ("control", "net"), ("contr
 """The controller knows nothing of how its orders are carried out."""
 
 PACKAGE = Path(ft_core.__file__).parent
+TESTS = Path(__file__).parents[1]
+HOUSE = Path(__file__).parent
+"""For tests of the tree itself; all others are where that is which they test."""
 FRAMEWORKS = ("megatron", "deepspeed", "ft_megatron", "ft_deepspeed", "patches", "recipes")
 
 
@@ -118,3 +124,43 @@ def test_an_arrow_up_is_found_with_its_line() -> None:
     ]
     assert "knows no framework" in wrong(path, "import megatron.core")[0]
     assert "nothing to do with" in wrong(PACKAGE / "control" / "x.py", "from ft_core.net import transport")[0]
+
+
+def homeless(tests: Path, package: Path, house: Path) -> list[str]:
+    """Modules in rooms that the package has not; tests, beside the rooms, of no module beside its rooms."""
+    found = []
+    for path in sorted(tests.rglob("*.py")):
+        room = package / path.parent.relative_to(tests)
+        is_test, tested = path.name.startswith("test_"), room / path.name.removeprefix("test_")
+        if path.parent == tests:
+            right = not is_test or tested.exists()  # helpers there serve several rooms
+        else:
+            right = path.is_relative_to(house) or (room / "__init__.py").exists()
+        if not right:
+            found.append(str(path.relative_to(tests)))
+    return found
+
+
+def test_tests_are_in_the_room_of_what_they_test() -> None:
+    """`tests/core/control/decide` has those of `ft_core/control/decide`."""
+    found = homeless(TESTS, PACKAGE, HOUSE)
+    assert not found, "\n".join(["no such room, or module, in ft_core:", *found])
+
+
+def test_a_test_without_a_room_is_found(tmp_path: Path) -> None:
+    tests, package = tmp_path / "tests", tmp_path / "package"
+    for name in (
+        "house/test_words",
+        "test_errors",
+        "test_lost",
+        "plans",
+        "net/test_gate",
+        "web/page",
+        "net/in/x",
+    ):
+        (tests / f"{name}.py").parent.mkdir(parents=True, exist_ok=True)
+        (tests / f"{name}.py").touch()
+    for name in ("errors", "net/__init__", "web/page"):
+        (package / f"{name}.py").parent.mkdir(parents=True, exist_ok=True)
+        (package / f"{name}.py").touch()
+    assert homeless(tests, package, tests / "house") == ["net/in/x.py", "test_lost.py", "web/page.py"]
