@@ -60,7 +60,7 @@ test: test-light test-megatron  ## Check style and types; all but most whole job
 
 test-light: lint  ## Of that, what needs no megatron.training
 	$(BIN)/python -m pytest $(SMALL) -m $(QUICK)
-	$(BIN)/python -m pytest $(PARALLEL) -m $(QUICK) tests/chaos tests/cluster tests/core/test_layers.py
+	$(BIN)/python -m pytest $(PARALLEL) -m $(QUICK) tests/chaos tests/cluster tests/core/house/test_layers.py
 
 test-megatron: setup-megatron  ## Of that, what Megatron-LM's own training loop is tested with
 	$(BIN312)/python -m pytest $(PARALLEL) -m $(QUICK) $(MEGATRON)

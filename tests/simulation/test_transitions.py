@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from core.test_controller_machine import ControlPlane, lose
-from core.test_worker_machine import REGISTERED, Worker, plan, restore
+from core.control.test_controller_machine import ControlPlane, lose
+from core.worker.test_worker_machine import REGISTERED, Worker, plan, restore
 from msgspec.structs import replace
 
 from ft_core.control import phases, recovery

@@ -1,6 +1,7 @@
 """Every event of `events.jsonl`: when it comes, and what belongs to it. The reference is made of this.
 
-What is recorded and not described here is an error, and the other way round: `tests/core/test_reference.py`.
+What is recorded and not described here is an error, and the other way round:
+`tests/core/house/test_reference.py`.
 """
 
 from __future__ import annotations
