@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from ft_core.control.cluster_state import Check, ClusterState, Node
+from ft_core.control.cluster.node import Check, Node
+from ft_core.control.cluster.state import ClusterState
 from ft_core.control.device_findings import DeviceFindings
 from ft_core.control.liveness import peers
 from ft_core.control.phases import Done, Forming, Rebuilding, Saving
@@ -44,7 +45,7 @@ class Admission:
         """Nodes that have come, of which it was not clear whether they are given roles unchecked."""
         self._asked: set[NodeName] = set()
 
-    def joined(self, node: Node, known: Node | None) -> None:
+    def on_joined(self, node: Node, known: Node | None) -> None:
         """A node has greeted; if it was `known`, over another connection: it may have missed the question."""
         if self._cluster.settings.preflight == PREFLIGHT_OFF:
             return
@@ -94,7 +95,7 @@ class Admission:
         self._asked.add(node.name)
         self._out.send(node, CheckNode(again))
 
-    def answered(self, node: Node, said: NodeChecked) -> None:
+    def on_checked(self, node: Node, said: NodeChecked) -> None:
         """The check of a node is over. What is wrong with it has been heard."""
         check = node.check
         if check is None or not check.under_way:
@@ -110,7 +111,7 @@ class Admission:
             why = f"{name} takes {times:g} times as long as on other nodes with {said.hardware}"
             found.append(NodeCheck(name, Soundness.SICK, f"{times:g} times", why))
             about = Symptom.OTHER, 0, -1, "", why, said.age, f"time of {name}", DeviceAction.CONDEMN
-            self._devices.found(node, DeviceFinding(*about))
+            self._devices.on_finding(node, DeviceFinding(*about))
         if not sick and not slow:
             check.times, check.hardware = said.times, said.hardware
         self._over(node, found)

@@ -6,7 +6,7 @@ Roles start ahead of need (`control.prestart`), while all others train; here the
 
 from __future__ import annotations
 
-from ft_core.control.cluster_state import Node
+from ft_core.control.cluster.node import Node
 from ft_core.control.events import Peer
 from ft_core.control.period import TRIES, ProtectionPeriod
 from ft_core.control.phases import Running
@@ -24,33 +24,33 @@ class Changeovers:
         self._notices = Notices()
         self._period = ProtectionPeriod()
 
-    def drain(self, peer: Peer, node: NodeName) -> None:
+    def on_drain(self, peer: Peer, node: NodeName) -> None:
         """Somebody wants a node out."""
         recovery = self._recovery
         asked = recovery.draining.ask(self._cluster, recovery.prestart, peer, node, self.why_not())
         self._out.emit(*asked)
 
-    def notice(self, node: Node, notice: Notice) -> None:
+    def on_notice(self, node: Node, notice: Notice) -> None:
         """The machine of a node is about to go."""
         self._out.emit(*self._notices.heard(self._cluster, node, notice, self._out.now))
         self.follow_notices()
 
-    def sick(self, node: Node, why: str) -> None:
+    def drain_sick(self, node: Node, why: str) -> None:
         """A device of a node is about to fail, or has."""
         self._notices.sick(self._cluster, node, why, self._out.now)
         self.follow_notices()
 
-    def slow(self, node: Node, why: str) -> None:
+    def drain_slow(self, node: Node, why: str) -> None:
         """A role of a node is slow, and there is nothing against taking the node out."""
         recovery = self._recovery
         begun = recovery.draining.begin(self._cluster, recovery.prestart, node.name, why)
         self._out.emit(*begun)
 
-    def forgiven(self, where: str) -> None:
+    def forgive(self, where: str) -> None:
         """Nothing counts any more against the devices of a machine."""
         self._notices.forgiven(where)
 
-    def told(self, node: Node) -> None:
+    def on_told(self, node: Node) -> None:
         """A node has got SIGTERM."""
         self._out.emit(*self._notices.told(self._cluster, node, self._out.now))
         self.follow_notices()
@@ -129,14 +129,14 @@ class Changeovers:
             stop = self._period.stop = None
         return stop
 
-    def beat(self, node: NodeName) -> None:
+    def on_beat(self, node: NodeName) -> None:
         """A node says how far its roles are."""
         stop = self._stop
         self._out.emit(*self._recovery.prestart.beat(self._cluster, node))
         if stop is not None:
             self._out.emit(*stop.beat(self._cluster, node))
 
-    def stopped(self, role: int) -> None:
+    def on_paused(self, role: int) -> None:
         """A role has stopped at the end of a step, as it was asked to."""
         cluster, stop, now = self._cluster, self._stop, self._out.now
         self._out.emit(*self._recovery.prestart.held(cluster, role, now))

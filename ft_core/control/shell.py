@@ -168,6 +168,7 @@ class Shell:
             settled=settled,
             spent=self.notes.spent,
             ago=time.time() - self.notes.at,
+            wall=time.monotonic(),
         )
         self._hooks = Hooks(settings.hooks, {"FT_JOB_ID": self.job, "FT_JOB_DIR": str(job_dir)})
         self.clock = AwakeClock(2 * TICK)

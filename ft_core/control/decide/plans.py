@@ -8,7 +8,7 @@ from itertools import chain, filterfalse
 
 from msgspec.structs import replace
 
-from ft_core.control.cluster_state import ClusterState
+from ft_core.control.cluster.state import ClusterState
 from ft_core.control.decide import compact
 from ft_core.control.decide.groups import Places, by_node
 from ft_core.control.decide.outcomes import NextEpoch
@@ -44,23 +44,23 @@ def make(cluster: ClusterState, start: NextEpoch, name: str, job: str) -> Plan:
         durable=start.durable,
         sources={role: held for role, held in start.sources.items() if held},
         completed=dict(cluster.records.done()),
-        parts=cluster.parts,
-        script_resumes=cluster.script_resumes,
-        restart_epoch=cluster.restart_epoch,
+        parts=cluster.script.parts,
+        script_resumes=cluster.script.resumes,
+        restart_epoch=cluster.script.restart_epoch,
         counterparts=compact.counterparts(cluster.groups.absent(start.roles)),
         adopting=cluster.groups.adopting,
         newcomers=sorted(start.newcomers),
         groups=cluster.groups.value(),
-        catalogue=cluster.compact_catalogue(),
-        initial_version=cluster.initial_version,
-        newest_seen=cluster.newest_seen,
-        attempts_without_progress=cluster.attempts_without_progress,
-        progress_mark=cluster.progress_mark,
-        escalation_level=cluster.escalation_level,
-        furthest_step=cluster.furthest_step,
+        catalogue=cluster.catalogue.packed(),
+        initial_version=cluster.versions.initial,
+        newest_seen=cluster.versions.newest_seen,
+        attempts_without_progress=cluster.setbacks.attempts_without_progress,
+        progress_mark=cluster.setbacks.progress_mark,
+        escalation_level=cluster.setbacks.escalation_level,
+        furthest_step=cluster.setbacks.furthest_step,
         # A job does not tell what was trained before a durable checkpoint: that may be another job's.
-        ledger_through=min(cluster.ledger_through, version) if start.origin == "memory" else version,
-        started_from=cluster.started_from,
+        ledger_through=min(cluster.versions.ledger_through, version) if start.origin == "memory" else version,
+        started_from=cluster.script.started_from,
         every=_every(cluster, version),
     )
 
@@ -69,7 +69,7 @@ def _every(cluster: ClusterState, version: int) -> int:
     """Steps from a protected version to the next. As long as steps are done again, no fewer than they were
     done with before: by this number workers know how many of them others may have logged."""
     every, before = cluster.settings.period(cluster.every), cluster.plan
-    if before is not None and version < cluster.newest_seen:
+    if before is not None and version < cluster.versions.newest_seen:
         every = max(every, cluster.settings.period(before.every))
     return every
 
@@ -88,7 +88,7 @@ def own_plans(cluster: ClusterState, plan: Plan) -> dict[NodeName, OwnPlan]:
     away: dict[NodeName, dict[int, list[str]]] = {}
     for role, other in sorted(plan.absent.items()):
         if other in hosts:
-            away.setdefault(hosts[other], {})[role] = list(cluster.catalogue.get(role, ()))
+            away.setdefault(hosts[other], {})[role] = list(cluster.catalogue.of(role))
     return {
         name: OwnPlan(plan.id, sources.get(name, {}), away.get(name, {}), needed.get(name, {}))
         for name in dict.fromkeys(chain(sources, away, needed))

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from ft_core.control.cluster_state import ClusterState, Node
+from ft_core.control.cluster.node import Node
+from ft_core.control.cluster.state import ClusterState
 from ft_core.control.events import Effect, Send
 from ft_core.control.liveness.links import Links
 from ft_core.control.liveness.suspicion import ASK, ASK_AGAIN, Steps, chosen

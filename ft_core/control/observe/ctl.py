@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import TypeVar
 
-from ft_core.control.cluster_state import ClusterState
+from ft_core.control.cluster.state import ClusterState
 from ft_core.control.events import Effect, Peer, Send
 from ft_core.control.phases import Phase
 from ft_core.protocol.domains import place, shared
@@ -177,7 +177,7 @@ def roles(cluster: ClusterState) -> Iterator[RoleStatus]:
 
 def _roles(cluster: ClusterState, places: Mapping[int, str]) -> Iterator[RoleStatus]:
     """The rows of some roles: all nodes are looked at for copies of what they have."""
-    segments = {role: list(cluster.catalogue.get(role, ())) for role in places}
+    segments = {role: list(cluster.catalogue.of(role)) for role in places}
     silent = {
         f"{role}x1": role for role in places if not segments[role]
     }  # which have not said what they have

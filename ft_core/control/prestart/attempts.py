@@ -13,7 +13,8 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from ft_core.control.cluster_state import ClusterState, Node, to
+from ft_core.control.cluster.node import Node, sends_to
+from ft_core.control.cluster.state import ClusterState
 from ft_core.control.decide.groups import Places, by_node
 from ft_core.control.decide.plans import prepare
 from ft_core.control.decide.records import completed
@@ -126,7 +127,7 @@ class Prestart:
         idle = {name: cluster.nodes[name].idle for name in set(places.values())} if leaves else {}
         here = set(cluster.places)
         self.attempt = PrestartAttempt(places, here, Stop(bool(leaves), set(here)), leaves, now, idle)
-        return to(cluster.nodes_with_roles(), SendCounts())
+        return sends_to(cluster.nodes_with_roles(), SendCounts())
 
     def leave(self, cluster: ClusterState, node: str, now: float) -> list[Effect]:
         """Have all stop at the end of the same step, without anybody starting, for a node's replica groups to

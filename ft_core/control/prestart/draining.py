@@ -14,7 +14,8 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ft_core.control.cluster_state import ClusterState, Node, to
+from ft_core.control.cluster.node import Node, sends_to
+from ft_core.control.cluster.state import ClusterState
 from ft_core.control.decide.groups import Places
 from ft_core.control.decide.role_placement import PlacementCapacity
 from ft_core.control.events import Close, Effect, Peer, Record, Send
@@ -210,7 +211,7 @@ class Draining:
                 return []  # it stays, and keeps copies, until another node comes
             self._number, cluster.departing = self._number + 1, name
             self._going = LettingGo(name, {node.name for node in cluster.nodes_with_roles()})
-            return to(cluster.nodes_with_roles(), SendHeartbeat(self._number))
+            return sends_to(cluster.nodes_with_roles(), SendHeartbeat(self._number))
         if going.unheard or now < going.look_at:
             return []
         going.look_at = now + LOOK

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
-from ft_core.control.cluster_state import ClusterState
+from ft_core.control.cluster.state import ClusterState
 from ft_core.control.liveness.hangs.finding import Case, Finding
 from ft_core.control.liveness.hangs.operations import Operation
 from ft_core.control.liveness.hangs.waiting import For, Wait, waits_for
@@ -327,7 +327,8 @@ class Detector:
         under way."""
         if finding.proven:
             return START_FLOOR
-        if not cluster.trained:  # of the very first start nothing is known: its operations' time-outs hold
+        if not cluster.versions.trained:
+            # Of the very first start nothing is known: its operations' time-outs hold.
             return math.inf
         known = FACTOR * self._start
         if known and starting >= set(finding.culprits) and not self._again(finding):
