@@ -32,7 +32,7 @@ class Changeovers:
 
     def on_notice(self, node: Node, notice: Notice) -> None:
         """The machine of a node is about to go."""
-        self._out.emit(*self._notices.heard(self._cluster, node, notice, self._out.now))
+        self._out.emit(*self._notices.on_notice(self._cluster, node, notice, self._out.now))
         self.follow_notices()
 
     def drain_sick(self, node: Node, why: str) -> None:
@@ -48,11 +48,11 @@ class Changeovers:
 
     def forgive(self, where: str) -> None:
         """Nothing counts any more against the devices of a machine."""
-        self._notices.forgiven(where)
+        self._notices.forgive(where)
 
     def on_told(self, node: Node) -> None:
         """A node has got SIGTERM."""
-        self._out.emit(*self._notices.told(self._cluster, node, self._out.now))
+        self._out.emit(*self._notices.on_told(self._cluster, node, self._out.now))
         self.follow_notices()
 
     def follow_notices(self) -> None:
@@ -132,16 +132,16 @@ class Changeovers:
     def on_beat(self, node: NodeName) -> None:
         """A node says how far its roles are."""
         stop = self._stop
-        self._out.emit(*self._recovery.prestart.beat(self._cluster, node))
+        self._out.emit(*self._recovery.prestart.on_beat(self._cluster, node))
         if stop is not None:
-            self._out.emit(*stop.beat(self._cluster, node))
+            self._out.emit(*stop.on_beat(self._cluster, node))
 
     def on_paused(self, role: int) -> None:
         """A role has stopped at the end of a step, as it was asked to."""
         cluster, stop, now = self._cluster, self._stop, self._out.now
-        self._out.emit(*self._recovery.prestart.held(cluster, role, now))
+        self._out.emit(*self._recovery.prestart.on_paused(cluster, role, now))
         if stop is not None:
-            self._out.emit(*stop.stopped(cluster, role, now))
+            self._out.emit(*stop.on_paused(cluster, role, now))
         self.begin_if_due()
 
     def begin_if_due(self) -> None:

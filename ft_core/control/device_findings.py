@@ -32,6 +32,5 @@ class DeviceFindings:
             out.record("device", reason, roles, None, node=node.name, action=action.value, **about)
             recovery.strike(known, node.hello.domain)
         if action in device_health.DRAINS:
-            self._changeovers.drain_sick(
-                node, f"device {finding.device}: {what}" if finding.device >= 0 else what
-            )
+            why = f"device {finding.device}: {what}" if finding.device >= 0 else what
+            self._changeovers.drain_sick(node, why)

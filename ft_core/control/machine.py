@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import assert_never
 
+from ft_core.control import events as e
 from ft_core.control.admission import Admission
 from ft_core.control.changeovers import Changeovers
 from ft_core.control.cluster.node import Node, epoch_of
@@ -20,28 +21,6 @@ from ft_core.control.decide.groups import Groups
 from ft_core.control.decisions import Decisions
 from ft_core.control.device_findings import DeviceFindings
 from ft_core.control.emitter import Emitter
-from ft_core.control.events import (
-    Admitted,
-    Arriving,
-    Close,
-    Disconnected,
-    Effect,
-    Event,
-    Failed,
-    Greeted,
-    LauncherGone,
-    MessageBatch,
-    Peer,
-    PrintConsole,
-    Pulsed,
-    Received,
-    Refuse,
-    Refused,
-    Resign,
-    Send,
-    Terminate,
-    Tick,
-)
 from ft_core.control.hang_response import HangResponse
 from ft_core.control.liveness.hangs.detector import Detector
 from ft_core.control.node_failures import NodeFailures
@@ -141,7 +120,7 @@ class Controller:
             isinstance(phase, Running) and self._recovery.progress.all_stepped
         )
 
-    def handle(self, event: Event, now: float, wall: float | None = None) -> list[Effect]:
+    def handle(self, event: e.Event, now: float, wall: float | None = None) -> list[e.Effect]:
         """What to do about `event`, in order. `now`: seconds for which this process was awake; `wall`: all
         seconds, if it was not always."""
         wall = now if wall is None else wall
@@ -149,57 +128,58 @@ class Controller:
         self._handle(event)
         self._termination.let_go()
         self._decisions.settle()
-        if isinstance(event, Tick):
+        if isinstance(event, e.Tick):
             self._tell_progress()
         return self._observer.read(self._out.take(), self.cluster, self.phase, now, wall)
 
-    def _handle(self, event: Event) -> None:
-        if isinstance(event, Greeted):
+    def _handle(self, event: e.Event) -> None:
+        if isinstance(event, e.Greeted):
             self._greet(event.peer, event.hello)
-        elif isinstance(event, Received):
+        elif isinstance(event, e.Received):
             self._receive(event.peer, event.message)
-        elif isinstance(event, MessageBatch):
+        elif isinstance(event, e.MessageBatch):
             for peer, message in event.messages:
                 self._receive(peer, message)
-        elif isinstance(event, Pulsed):
+        elif isinstance(event, e.Pulsed):
             self._pulsed(event.pulses)
-        elif isinstance(event, Tick):
+        elif isinstance(event, e.Tick):
             self._tick()
-        elif isinstance(event, Disconnected):
+        elif isinstance(event, e.Disconnected):
             self._disconnected(event.peer)
-        elif isinstance(event, Admitted):
+        elif isinstance(event, e.Admitted):
             self._succession.on_heard()
-        elif isinstance(event, Arriving):
+        elif isinstance(event, e.Arriving):
             self._succession.on_arriving(event.connections)
-        elif isinstance(event, Refused):
+        elif isinstance(event, e.Refused):
             log.warning("refused: %s", event.reason)
             self._out.record("refused", event.reason)
-        elif isinstance(event, Terminate):
+        elif isinstance(event, e.Terminate):
             self._termination.on_signal()
-        elif isinstance(event, LauncherGone):
+        elif isinstance(event, e.LauncherGone):
             self._recovery.end_job(1, "ftrun is gone", at_once=True)
-        elif isinstance(event, Failed):
+        elif isinstance(event, e.Failed):
             why = f"{FAILURES} controllers in a row have failed, this one of {event.error}"
             self._recovery.end_job(1, why, at_once=True)
         else:
             assert_never(event)
 
-    def _greet(self, peer: Peer, hello: m.AgentHello) -> None:
+    def _greet(self, peer: e.Peer, hello: m.AgentHello) -> None:
         """An agent is there, or again. Its greeting is a report too."""
         cluster, node = self.cluster, Node.of(peer, hello, self._out.now)
         if hello.job not in ("", self._job):
             self._turn_away(peer, hello)
             return
         if hello.term > cluster.term and not cluster.settings.leadership:
-            self._out.emit(Refuse(f"node {hello.node} obeys a controller of term {hello.term}"), Close(peer))
+            reason = f"node {hello.node} obeys a controller of term {hello.term}"
+            self._out.emit(e.Refuse(reason), e.Close(peer))
             return
         if hello.term > cluster.term:
-            self._out.emit(Resign(hello.term))
+            self._out.emit(e.Resign(hello.term))
             return
-        self._out.emit(Send(peer, m.LeaderHello(cluster.term, self._session, self._job)))
+        self._out.emit(e.Send(peer, m.LeaderHello(cluster.term, self._session, self._job)))
         self._succession.on_heard()
         if isinstance(self.phase, Done):  # it has come while the others are told
-            self._out.emit(Send(peer, m.Shutdown(code=self.phase.code)), Close(peer))
+            self._out.emit(e.Send(peer, m.Shutdown(code=self.phase.code)), e.Close(peer))
             return
         if self._succession.turn_away_if_replaced(node):
             return
@@ -207,11 +187,11 @@ class Controller:
             self._recovery.strikes_changed = True
         known = cluster.nodes.get(node.name)
         if known is not None:
-            self._out.emit(Close(known.peer))
+            self._out.emit(e.Close(known.peer))
             node.liveness.pulses = known.liveness.pulses
         cluster.add(node)
         self._admission.on_joined(node, known)
-        self._recovery.failure_detector.greeted(node.name)
+        self._recovery.failure_detector.on_greeting(node.name)
         self._succession.rebuild_if_newer_plan(epoch_of(node.greeted_with))
         if not cluster.is_of_before_the_restart(node):
             cluster.versions.seen(node.holdings.versions())
@@ -227,11 +207,11 @@ class Controller:
             if not isinstance(self.phase, Rebuilding):  # or all of them come again
                 self._look_for_its_like(node)
             self._out.record("joined", node=node.name, agent_pid=hello.pid, domain=hello.domain)
-            self._recovery.prestart.node_joined()
+            self._recovery.prestart.on_node_joined()
         self._succession.hear(node)
         self._reports.on_greeting(node, known is not None)
 
-    def _turn_away(self, peer: Peer, hello: m.AgentHello) -> None:
+    def _turn_away(self, peer: e.Peer, hello: m.AgentHello) -> None:
         """Refuse an agent of a former job that had this address and secret: what it knows is nothing of this
         one."""
         reason = (
@@ -240,7 +220,7 @@ class Controller:
         )
         if not self.cluster.settings.leadership:
             reason += f"; or, to go on with that job, end this one and start it with --rdzv-id {hello.job}"
-        self._out.emit(Refuse(reason), Send(peer, m.OtherJob(self._job)), Close(peer))
+        self._out.emit(e.Refuse(reason), e.Send(peer, m.OtherJob(self._job)), e.Close(peer))
 
     def _look_for_its_like(self, node: Node) -> None:
         """Warn of two nodes that were started with the same rank: only one of them trains."""
@@ -251,7 +231,7 @@ class Controller:
         if len(others) > 1:
             names = " and ".join(sorted(others))
             said = f"ftrun: {names} were all started with --node-rank {rank}: one trains, the others stand by"
-            self._out.emit(PrintConsole(said, "WARNING"))
+            self._out.emit(e.PrintConsole(said, "WARNING"))
 
     def _pulsed(self, pulses: Iterable[m.Pulse]) -> None:
         """Nodes that have greeted live, unless this was said to another controller."""
@@ -260,17 +240,17 @@ class Controller:
             if pulse.session == session and (node := nodes.get(pulse.node)) is not None:
                 node.liveness.pulse(now, pulse.number, pulse.stalled)
 
-    def _disconnected(self, peer: Peer) -> None:
+    def _disconnected(self, peer: e.Peer) -> None:
         self._questions.disconnected(peer)
         if (node := self.cluster.peers.get(peer)) is not None:
             self._node_failures.on_disconnected(node)
 
-    def _receive(self, peer: Peer, message: m.Message) -> None:
+    def _receive(self, peer: e.Peer, message: m.Message) -> None:
         if (node := self.cluster.peers.get(peer)) is not None:
             node.liveness.hear(self._out.now)
             self._on_agent(node, message)
         elif isinstance(message, m.AskStatus):
-            self._out.emit(Send(peer, self.view.status()))
+            self._out.emit(e.Send(peer, self.view.status()))
         elif isinstance(message, m.AskRows):
             self._out.emit(*self._questions.list_rows(self.cluster, peer, message, self._out.now))
         elif isinstance(message, m.AskMore):
@@ -286,7 +266,7 @@ class Controller:
         elif isinstance(message, m.DescribeRole | m.DescribeFlight):
             self._out.emit(*self._questions.ask(self.cluster, peer, message, self._out.now))
         else:  # it is lost: what it had said before is of no use, and it will greet again
-            self._out.emit(Close(peer))
+            self._out.emit(e.Close(peer))
 
     # -- what agents say -----------------------------------------------------------------------
 
@@ -299,7 +279,7 @@ class Controller:
             if cluster.report(node, message):
                 self._recovery.reconsider()
             else:  # it will say everything
-                self._out.emit(Close(node.peer))
+                self._out.emit(e.Close(node.peer))
         elif isinstance(message, m.KeptState):
             self._succession.on_kept_state(node, message)
         elif isinstance(message, m.Hosts):
@@ -348,14 +328,14 @@ class Controller:
             case m.Trained():
                 self._out.emit(*self._recovery.samples.trained(cluster, message))
             case m.OperationCounts():
-                self._out.emit(*self._recovery.prestart.counted(cluster, message))
+                self._out.emit(*self._recovery.prestart.on_counts(cluster, message))
             case m.Issued() if self._recovery.prestart.concerns(message.role, node.name):
                 pass  # another worker of this role takes part
             case m.Issued():
                 self._scripts.on_issued(message)
             case m.Prepared(role, counts):
                 running = isinstance(self.phase, Running)
-                started = self._recovery.prestart.prepared(cluster, node.name, role, counts, running, now)
+                started = self._recovery.prestart.on_prepared(cluster, node.name, role, counts, running, now)
                 self._out.emit(*started)
             case m.PausedAtStep(epoch=cluster.epoch, role=role, version=version):
                 self._out.emit(StepDone(version))  # all of this step's time has been well spent
@@ -366,7 +346,7 @@ class Controller:
                 if epoch == cluster.epoch:
                     self._node_failures.on_suspect(node, message)
             case m.DurableNames():
-                if self._recovery.checkpoints.answered(node, message):
+                if self._recovery.checkpoints.on_names(node, message):
                     self._script_settings.answer_if_used()
                     self._recovery.decision_due = True
             case m.DurableWritten(role=role, version=version, seconds=seconds):

@@ -35,7 +35,7 @@ class NodeFailures:
         none, nobody stops: the others are told where no more copies are to be kept.
         """
         cluster, recovery, out = self._cluster, self._recovery, self._out
-        out.emit(*recovery.draining.lost(cluster, node.name))
+        out.emit(*recovery.draining.on_node_lost(cluster, node.name))
         cluster.drop(node)
         out.emit(FirstSign(out.wall - node.liveness.silence(out.now)))
         if fault is m.Fault.NODE and not node.liveness.ended:
@@ -60,7 +60,7 @@ class NodeFailures:
 
     def on_suspect(self, node: Node, said: m.Suspect) -> None:
         """A worker saw connections break in this epoch."""
-        self._detector.suspected(node.name, said.reason, self._out.now)
+        self._detector.on_suspect(node.name, said.reason, self._out.now)
         self._out.record("suspected", said.reason, [said.role])
         if said.by_link:  # also where nobody has to be replaced
             self._recovery.strike(strikes.of_link(node.name, said), node.hello.domain)
@@ -70,12 +70,12 @@ class NodeFailures:
     def on_disconnected(self, node: Node) -> None:
         """A node's connection has ended. It may come back, unless others find that its process has ended:
         they are asked at once."""
-        self._detector.disconnected(node, self._out.now)
+        self._detector.on_disconnected(node, self._out.now)
         self._judge()
 
     def on_probed(self, node: Node, answer: m.NodesProbed) -> None:
         """A node says which others it reaches."""
-        if self._detector.probed(node, answer):
+        if self._detector.on_probed(node, answer):
             self._judge()
 
     def tick(self) -> None:
@@ -115,7 +115,7 @@ class NodeFailures:
             if recovery.note_wait_reason(what):
                 recovery.tell_it_waits(what, [])
             return
-        self._detector.ends()
+        self._detector.forget_broken()
         if broken is not None:
             one, other = broken.ends
             node = cluster.nodes[replaced]

@@ -124,7 +124,7 @@ class RecoveryCoordinator:
         cluster, before, now = self.cluster, self.cluster.plan, self.out.now
         self.prestart.epoch_begins(start.roles, now)
         self.draining.epoch_begins(cluster)
-        self.failure_detector.begins()
+        self.failure_detector.epoch_begins()
         self.completion.left.clear()
         self.completion.finished -= set(start.newcomers)  # their scripts run once more
         cluster.groups.withdrawn = set()
@@ -168,7 +168,7 @@ class RecoveryCoordinator:
         to go on. `between_steps`: all have finished one, and wait for that."""
         cluster = self.cluster
         cluster.epoch = cluster.next_epoch()
-        self.failure_detector.ends()
+        self.failure_detector.forget_broken()
         self.out.emit(*self.prestart.epoch_ends(cluster, self.out.now))
         self.transition(Quiescing(self.out.now))
         self.checkpoints = self.checkpoints.forgotten()

@@ -55,7 +55,7 @@ class Reports:
             # Who has come and gone since the plan was made. From now on it knows what all know.
             out.send(node, recovery.delivery.nodes_without_roles())
         out.emit(*recovery.prestart.back(node, roles))
-        out.emit(*recovery.draining.greeted(cluster, node, known))
+        out.emit(*recovery.draining.on_greeting(cluster, node, known))
         recovery.reconsider()
 
     def _remind(self, node: Node, epoch: int, shown: Collection[int]) -> None:
@@ -105,11 +105,11 @@ class Reports:
         out.emit(NodeBeat(node.name, node.beats, beat, taking_part if counts else {}, newest))
         node.beat(beat)
         node.liveness.beat(out.now)
-        recovery.failure_detector.beat(beat.begun, newest, out.now)
+        recovery.failure_detector.on_beat(beat.begun, newest, out.now)
         self._hangs.beat(taking_part, out.now)
         self._remind(node, beat.epoch, beat.roles.keys())
         self._changeovers.on_beat(node.name)
-        recovery.draining.beat(node, beat)
+        recovery.draining.on_beat(node, beat)
         # Kept here, because a node that is lost takes what it said with it.
         cluster.versions.seen([newest])
 
@@ -118,14 +118,14 @@ class Reports:
         cluster, recovery, out = self._cluster, self._recovery, self._out
         if cluster.plan is None or message.epoch != cluster.epoch:
             return
-        due = recovery.progress.heard(message)
+        due = recovery.progress.on_progress(message)
         running = isinstance(recovery.phase, Running)
         if isinstance(message, m.Stepped):
             cluster.versions.seen([message.version])
             if running:  # what is said again tells nothing of when it was
                 out.emit(StepDone(message.version))
             if due is not None:
-                recovery.prestart.stepped()
+                recovery.prestart.on_stepped()
         if due is None:
             return
         if isinstance(message, m.Restored) and running:

@@ -36,7 +36,7 @@ class ScriptEnds:
 
     def on_completed(self, end: m.Completed) -> None:
         """A role has come to the end of a part."""
-        self._completion.said(end)
+        self._completion.on_completed(end)
         self._release_if_complete()
 
     def on_finished(self, role: int) -> None:
@@ -58,7 +58,7 @@ class ScriptEnds:
         """A role says which operations it has begun."""
         if not isinstance(self._recovery.phase, Running):
             return  # of an epoch that is over
-        if (found := self._completion.answered(answer, self._cluster.plan_epoch)) is not None:
+        if (found := self._completion.on_issued(answer, self._cluster.plan_epoch)) is not None:
             self._recovery.escalate(EscalationCause(found))
 
     def on_parts_known(self, nodes: Iterable[Node]) -> None:

@@ -55,7 +55,7 @@ class Succession:
             self._recovery.phase.heard_at = self._out.now
 
     def on_arriving(self, connections: int) -> None:
-        """So many have yet to say who they are."""
+        """Take note of how many connections have yet to say who they are."""
         self._arriving = connections
 
     def turn_away_if_replaced(self, node: Node) -> bool:

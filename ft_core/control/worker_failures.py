@@ -84,7 +84,7 @@ class WorkerFailures:
         recovery = self._recovery
         if recovery.is_being_replaced(said.role):
             return
-        recovery.protection.said(said, trained=self._cluster.versions.initial is not None)
+        recovery.protection.on_unprotected(said, trained=self._cluster.versions.initial is not None)
         why = recovery.protection.unprotected
         if why and recovery.escalation is None and recovery.recovering:
             # It had done so before it heard that the epoch is over, and takes part in no other.

@@ -476,7 +476,7 @@ def who_was_moved_is_forgotten() -> None:
 
 def who_is_drained_is_forgotten_by_a_new_controller() -> None:
     """Nobody tells it."""
-    Draining.greeted = lambda self, cluster, node, known: []  # type: ignore[method-assign]
+    Draining.on_greeting = lambda self, cluster, node, known: []  # type: ignore[method-assign]
 
 
 def a_leader_does_not_mind_its_lease() -> None:

@@ -19,7 +19,7 @@ class SegmentCatalogue:
         self.by_role: dict[int, compact.Segments] = {}
         """Role -> its segments and their holders, to be read only."""
         self._packed: Catalogue | None = None
-        """The same in the form that plans have it, once it was asked for."""
+        """All of it in the form that plans have it, once it was asked for."""
         self._shown: dict[int, compact.Segments] | None = None
         """A copy that stays as it is; None until it is asked for."""
 

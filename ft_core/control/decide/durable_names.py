@@ -49,7 +49,7 @@ class Checkpoints:
                 effects.append(Send(node.peer, ListDurable(id=self.number)))
         return effects
 
-    def answered(self, node: Node, answer: DurableNames) -> bool:
+    def on_names(self, node: Node, answer: DurableNames) -> bool:
         """A node has looked. Returns whether that was asked for."""
         if answer.id != self.number or self.asked.get(node.name) != node.peer:
             return False

@@ -13,25 +13,16 @@ from ft_core.control.decide import compact
 from ft_core.control.decide.groups import Places, by_node
 from ft_core.control.decide.outcomes import NextEpoch
 from ft_core.control.decide.records import Records
-from ft_core.protocol.messages import (
-    Host,
-    JobState,
-    NodeAddress,
-    NodeName,
-    NodesChanged,
-    OwnPlan,
-    Plan,
-    Prepare,
-)
+from ft_core.protocol import messages as m
 from ft_core.protocol.table import placed
 
 
-def make(cluster: ClusterState, start: NextEpoch, name: str, job: str) -> Plan:
+def make(cluster: ClusterState, start: NextEpoch, name: str, job: str) -> m.Plan:
     """The next epoch's. `name`: the plan's id."""
     ordered = sorted(start.roles)
     lead = cluster.nodes[start.roles[ordered[0]]].holdings
     version = start.version or 0
-    return Plan(
+    return m.Plan(
         id=name,
         epoch=cluster.epoch,
         job=job,
@@ -74,35 +65,35 @@ def _every(cluster: ClusterState, version: int) -> int:
     return every
 
 
-def own_plans(cluster: ClusterState, plan: Plan) -> dict[NodeName, OwnPlan]:
+def own_plans(cluster: ClusterState, plan: m.Plan) -> dict[m.NodeName, m.OwnPlan]:
     """What single nodes must know."""
     known, without = cluster.records.roles, set(plan.newcomers) - cluster.records.roles
     if len(known) + len(without) < len(plan.roles) + len(plan.absent):
         without = set(filterfalse(known.__contains__, chain(plan.roles, plan.absent)))
     needed = cluster.records.needed(plan.roles, without)
     hosts = ChainMap(plan.roles, {r: plan.roles[by] for r, by in plan.adopted.items()})
-    sources: dict[NodeName, dict[int, dict[str, list[str]]]] = {}
+    sources: dict[m.NodeName, dict[int, dict[str, list[str]]]] = {}
     for role, held in plan.sources.items():
         if role in hosts:
             sources.setdefault(hosts[role], {})[role] = held
-    away: dict[NodeName, dict[int, list[str]]] = {}
+    away: dict[m.NodeName, dict[int, list[str]]] = {}
     for role, other in sorted(plan.absent.items()):
         if other in hosts:
             away.setdefault(hosts[other], {})[role] = list(cluster.catalogue.of(role))
     return {
-        name: OwnPlan(plan.id, sources.get(name, {}), away.get(name, {}), needed.get(name, {}))
+        name: m.OwnPlan(plan.id, sources.get(name, {}), away.get(name, {}), needed.get(name, {}))
         for name in dict.fromkeys(chain(sources, away, needed))
     }
 
 
-def kept(state: JobState, hosts: Iterable[Host]) -> Plan:
+def kept(state: m.JobState, hosts: Iterable[m.Host]) -> m.Plan:
     """What an agent has kept, with the nodes that are there now. Of what roles are to do it says nothing."""
     roles, nodes = placed(hosts)
-    known = {name: getattr(state, name) for name in JobState.__struct_fields__}
-    return Plan(**known, roles=roles, nodes=nodes, sources={}, completed={})
+    known = {name: getattr(state, name) for name in m.JobState.__struct_fields__}
+    return m.Plan(**known, roles=roles, nodes=nodes, sources={}, completed={})
 
 
-def prepare(plan: Plan, roles: Places, records: Records) -> dict[str, Prepare]:
+def prepare(plan: m.Plan, roles: Places, records: Records) -> dict[str, m.Prepare]:
     """What the nodes are told where `roles` (role -> node) start while all train: to come back, or to move.
 
     `records`: of those who train.
@@ -113,16 +104,16 @@ def prepare(plan: Plan, roles: Places, records: Records) -> dict[str, Prepare]:
     for role in roles.keys() - plan.absent.keys():  # its worker of now has all on record, the next nothing
         needed.setdefault(roles[role], {}).update(records.of_groups_with(role))
     return {
-        name: Prepare(plan.epoch, starting, others, surrogates, needed.get(name, {}))
+        name: m.Prepare(plan.epoch, starting, others, surrogates, needed.get(name, {}))
         for name, starting in by_node(roles).items()
     }
 
 
-def nodes_changed(cluster: ClusterState) -> tuple[Plan, NodesChanged] | None:
+def nodes_changed(cluster: ClusterState) -> tuple[m.Plan, m.NodesChanged] | None:
     """Whether nodes without a role have come or gone since the plan: it as it is now, and what to tell."""
     plan, hosts = cluster.current_plan, cluster.roles_by_node
     here = {node.name: node.address for node in cluster.nodes.values() if node.name != cluster.departing}
-    changes: dict[str, NodeAddress | None] = {
+    changes: dict[str, m.NodeAddress | None] = {
         name: about for name, about in here.items() if plan.nodes.get(name) != about
     }
     changes |= dict.fromkeys(set(plan.nodes) - set(here) - hosts.keys())
@@ -130,4 +121,4 @@ def nodes_changed(cluster: ClusterState) -> tuple[Plan, NodesChanged] | None:
         return None
     merged = {**plan.nodes, **changes}
     nodes = {name: about for name, about in merged.items() if about is not None}
-    return replace(plan, nodes=nodes), NodesChanged(id=plan.id, nodes=changes)
+    return replace(plan, nodes=nodes), m.NodesChanged(id=plan.id, nodes=changes)

@@ -58,7 +58,7 @@ class Stop:
         self.held, self.unheld = False, set(cluster.places)
         return self.ask(cluster, now)
 
-    def beat(self, cluster: ClusterState, node: str) -> list[Effect]:
+    def on_beat(self, cluster: ClusterState, node: str) -> list[Effect]:
         """A node's heartbeat says how far its roles have come."""
         if node not in self.unheard:
             return []
@@ -68,7 +68,7 @@ class Stop:
         newest = max((beat.step for beat in _beats(cluster)), default=0)
         return sends_to(cluster.nodes_with_roles(), PauseAfterStep(epoch=cluster.epoch, step=newest + NOTICE))
 
-    def stopped(self, cluster: ClusterState, role: int, now: float) -> list[Effect]:
+    def on_paused(self, cluster: ClusterState, role: int, now: float) -> list[Effect]:
         """A role has stopped at the end of its step. So do all, or hardly later."""
         self.unheld.discard(role)
         if self.held:
