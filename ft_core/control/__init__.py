@@ -30,10 +30,10 @@ to do; it emits its effects in order (`emitter`). What only knows one subject, s
 delivery, has no emitter: it returns effects to the part that asks.
 
 What is known stands in the room `cluster`: of the job in `cluster.state`, of a node in `cluster.node`, of
-what roles hold in `cluster.catalogue` and `cluster.versions`. What is known of the epoch under way is in
-`progress`, `completion` (how far scripts are) and `protection` (whether they want any). `plan_delivery` has
-what nodes are sent of a plan, `period` and `samples` what is told of steps. `shell`, with `relays`,
-`pulse_listener` and `hooks`, is all input and output.
+what roles hold in `cluster.catalogue` and `cluster.versions`, of how far they are in `cluster.progress` and
+`cluster.completion`. `protection` knows whether the script wants any, `plan_delivery` what nodes are sent of
+a plan; `period` says how often a version is protected, `samples` keeps the ledger of samples. `shell`, with
+`relays`, `pulse_listener` and `hooks`, is all input and output.
 
 One failure, followed through the code: a node says that a worker has died (`WorkerFailures.on_worker_lost`),
 its role is lost (`RecoveryCoordinator.fail`), and the epoch ends (`end_epoch`): all are told to leave it.
@@ -47,7 +47,7 @@ the ladder is left, the policy says so, or somebody wants it (`termination`). Un
 in memory is saved before (`final_save`).
 
 To be read in this order: `events`, `phases`, `machine`, `recovery`, `decisions`, `cluster.state`, the parts
-above, then the rooms: `decide` (which version, who plays what), `liveness` (who is lost, slow, or hangs),
-`prestart` (roles that start while others train), `lead` (which process is the controller), `observe` (what
-people and metrics see).
+above, then the rooms: `decide` (which version, who plays what), `liveness` (who is lost, slow, or hangs: it
+finds, and the parts act), `prestart` (roles that start while others train), `lead` (which process is the
+controller), `observe` (what people and metrics see).
 """

@@ -104,11 +104,11 @@ class Decisions:
         if self.end_if_storage_unreadable():
             return
         can_begin = durable or cluster.script.resumes or cluster.settings.max_restarts
-        if cluster.forgotten and not can_begin:
+        if cluster.all_is_lost and not can_begin:
             recovery.end_job(1, ALL_IS_LOST)
             return
         cluster.epoch = cluster.next_epoch(self._out.recorded_epochs)
-        if cluster.forgotten:
+        if cluster.all_is_lost:
             self._out.record("starting_over", ALL_IS_LOST)
             log.warning("%s", ALL_IS_LOST)
         if durable:

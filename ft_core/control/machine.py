@@ -26,7 +26,7 @@ from ft_core.control.liveness.hangs.detector import Detector
 from ft_core.control.node_failures import NodeFailures
 from ft_core.control.observe import ctl
 from ft_core.control.observe.goodput import Account
-from ft_core.control.observe.observations import PartWritten, StepDone, TimeGoes
+from ft_core.control.observe.observations import TimeGoes
 from ft_core.control.observe.observer import Observer
 from ft_core.control.observe.progress_reporter import ProgressReporter
 from ft_core.control.operator_commands import OperatorCommands
@@ -101,8 +101,6 @@ class Controller:
         self._reporter = ProgressReporter()
         self._job = job
         self._session = ids()
-        self._not_written = (0, -1)
-        """The epoch and version of the last durable checkpoint that failed."""
         if spent is None:
             about = f"{settings.nnodes} nodes of {settings.nproc_per_node} workers"
             self._out.record("started", about, time=TimeGoes())
@@ -126,7 +124,7 @@ class Controller:
         wall = now if wall is None else wall
         self._out.begin(now, wall)
         self._handle(event)
-        self._termination.let_go()
+        self._termination.let_go()  # first: who is told to end is not decided about
         self._decisions.settle()
         if isinstance(event, e.Tick):
             self._tell_progress()
@@ -134,18 +132,18 @@ class Controller:
 
     def _handle(self, event: e.Event) -> None:
         if isinstance(event, e.Greeted):
-            self._greet(event.peer, event.hello)
+            self._on_greeted(event.peer, event.hello)
         elif isinstance(event, e.Received):
-            self._receive(event.peer, event.message)
+            self._on_received(event.peer, event.message)
         elif isinstance(event, e.MessageBatch):
             for peer, message in event.messages:
-                self._receive(peer, message)
+                self._on_received(peer, message)
         elif isinstance(event, e.Pulsed):
-            self._pulsed(event.pulses)
+            self._on_pulsed(event.pulses)
         elif isinstance(event, e.Tick):
             self._tick()
         elif isinstance(event, e.Disconnected):
-            self._disconnected(event.peer)
+            self._on_disconnected(event.peer)
         elif isinstance(event, e.Admitted):
             self._succession.on_heard()
         elif isinstance(event, e.Arriving):
@@ -163,7 +161,7 @@ class Controller:
         else:
             assert_never(event)
 
-    def _greet(self, peer: e.Peer, hello: m.AgentHello) -> None:
+    def _on_greeted(self, peer: e.Peer, hello: m.AgentHello) -> None:
         """An agent is there, or again. Its greeting is a report too."""
         cluster, node = self.cluster, Node.of(peer, hello, self._out.now)
         if hello.job not in ("", self._job):
@@ -233,22 +231,22 @@ class Controller:
             said = f"ftrun: {names} were all started with --node-rank {rank}: one trains, the others stand by"
             self._out.emit(e.PrintConsole(said, "WARNING"))
 
-    def _pulsed(self, pulses: Iterable[m.Pulse]) -> None:
+    def _on_pulsed(self, pulses: Iterable[m.Pulse]) -> None:
         """Nodes that have greeted live, unless this was said to another controller."""
         nodes, session, now = self.cluster.nodes, self._session, self._out.now
         for pulse in pulses:
             if pulse.session == session and (node := nodes.get(pulse.node)) is not None:
                 node.liveness.pulse(now, pulse.number, pulse.stalled)
 
-    def _disconnected(self, peer: e.Peer) -> None:
-        self._questions.disconnected(peer)
+    def _on_disconnected(self, peer: e.Peer) -> None:
+        self._questions.on_disconnected(peer)
         if (node := self.cluster.peers.get(peer)) is not None:
             self._node_failures.on_disconnected(node)
 
-    def _receive(self, peer: e.Peer, message: m.Message) -> None:
+    def _on_received(self, peer: e.Peer, message: m.Message) -> None:
         if (node := self.cluster.peers.get(peer)) is not None:
             node.liveness.hear(self._out.now)
-            self._on_agent(node, message)
+            self._on_agent_message(node, message)
         elif isinstance(message, m.AskStatus):
             self._out.emit(e.Send(peer, self.view.status()))
         elif isinstance(message, m.AskRows):
@@ -270,7 +268,7 @@ class Controller:
 
     # -- what agents say -----------------------------------------------------------------------
 
-    def _on_agent(self, node: Node, message: m.Message) -> None:
+    def _on_agent_message(self, node: Node, message: m.Message) -> None:
         """Handle what is understood without a plan; the rest once the plan is known."""
         cluster = self.cluster
         if isinstance(message, m.Heartbeat):  # first, since nearly all are
@@ -320,13 +318,13 @@ class Controller:
                 node.holdings.configured = values
                 self._script_settings.answer_if_used()
             case m.RoleState():
-                self._out.emit(*self._questions.described(cluster, message))
+                self._out.emit(*self._questions.on_role_state(cluster, message))
             case m.RoleFlight():
-                self._out.emit(*self._questions.flight(message))
+                self._out.emit(*self._questions.on_role_flight(message))
             case m.RoleLayout():
                 cluster.lay_out(message)
             case m.Trained():
-                self._out.emit(*self._recovery.samples.trained(cluster, message))
+                self._out.emit(*self._recovery.samples.on_trained(cluster, message))
             case m.OperationCounts():
                 self._out.emit(*self._recovery.prestart.on_counts(cluster, message))
             case m.Issued() if self._recovery.prestart.concerns(message.role, node.name):
@@ -338,8 +336,7 @@ class Controller:
                 started = self._recovery.prestart.on_prepared(cluster, node.name, role, counts, running, now)
                 self._out.emit(*started)
             case m.PausedAtStep(epoch=cluster.epoch, role=role, version=version):
-                self._out.emit(StepDone(version))  # all of this step's time has been well spent
-                self._changeovers.on_paused(role)
+                self._changeovers.on_paused(role, version)
             case m.Unprotected():
                 self._worker_failures.on_unprotected(message)
             case m.Suspect(epoch=epoch):
@@ -349,15 +346,10 @@ class Controller:
                 if self._recovery.checkpoints.on_names(node, message):
                     self._script_settings.answer_if_used()
                     self._recovery.decision_due = True
-            case m.DurableWritten(role=role, version=version, seconds=seconds):
-                self._out.record("durable", roles=[role], version=version)
-                self._out.emit(PartWritten(version, cluster.settings.world_size, seconds))
-            case m.DurableFailed(version=version):
-                # One event a checkpoint: the other roles' parts fail of the same, or because this one did.
-                if (cluster.epoch, version) != self._not_written:
-                    self._not_written = (cluster.epoch, version)
-                    reason = f"node {node.name}: {message.reason}"
-                    self._out.record("durable_failed", reason, [message.role], version=version)
+            case m.DurableWritten():
+                self._reports.on_durable_written(message)
+            case m.DurableFailed():
+                self._reports.on_durable_failed(node, message)
             case m.VersionSaved():
                 self._decisions.final_save.on_saved(message)
             case m.Completed():
@@ -378,7 +370,7 @@ class Controller:
             case m.RestoreFailed() | m.NoIdleWorker() | m.PausedAtStep():
                 pass  # of an epoch that is over
             case m.Flights():
-                self._hangs.answered(node.name, message)
+                self._hangs.on_flights(node.name, message)
             case _:
                 raise TypeError(f"{type(message).__name__} is nothing that an agent says")
 
@@ -392,7 +384,7 @@ class Controller:
         self._out.emit(*self._questions.tick(now))
         self._script_settings.answer_if_used()
         if isinstance(self.phase, Forming | Waiting | Saving):
-            self._recovery.decision_due = True
+            self._recovery.decision_due = True  # it depends on the time as well
         self._succession.tick()
         self._scripts.tick()
         self._hang_response.tick()

@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from ft_core.control.cluster.completion import Completion
+from ft_core.control.cluster.progress import Progress
 from ft_core.control.cluster.state import ClusterState
-from ft_core.control.completion import Completion
 from ft_core.control.decide import ladder, plans
 from ft_core.control.decide.durable_names import Checkpoints
 from ft_core.control.decide.ladder import Escalation, EscalationCause, Failure, Rung
@@ -38,7 +39,6 @@ from ft_core.control.phases import (
 from ft_core.control.plan_delivery import PlanDelivery
 from ft_core.control.prestart.attempts import Prestart
 from ft_core.control.prestart.draining import Draining
-from ft_core.control.progress import Progress
 from ft_core.control.protection import Protection
 from ft_core.control.samples import Samples
 from ft_core.process.transitions import follow

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from ft_core.control.changeovers import Changeovers
 from ft_core.control.cluster.node import Node, epoch_of
 from ft_core.control.liveness.hangs.detector import Detector
-from ft_core.control.observe.observations import AllRestored, AllStepped, NodeBeat, StepDone
+from ft_core.control.observe.observations import AllRestored, AllStepped, NodeBeat, PartWritten, StepDone
 from ft_core.control.phases import Done, Forming, Rebuilding, Running, Saving
 from ft_core.control.recovery import RecoveryCoordinator
 from ft_core.control.script_ends import ScriptEnds
@@ -29,6 +29,8 @@ class Reports:
     ) -> None:
         self._recovery, self._hangs = recovery, hangs
         self._changeovers, self._scripts = changeovers, scripts
+        self._not_written = (0, -1)
+        """The epoch and version of the last durable checkpoint that failed."""
         self._cluster, self._out = recovery.cluster, recovery.out
 
     def on_greeting(self, node: Node, known: bool) -> None:
@@ -106,7 +108,7 @@ class Reports:
         node.beat(beat)
         node.liveness.beat(out.now)
         recovery.failure_detector.on_beat(beat.begun, newest, out.now)
-        self._hangs.beat(taking_part, out.now)
+        self._hangs.on_beat(taking_part, out.now)
         self._remind(node, beat.epoch, beat.roles.keys())
         self._changeovers.on_beat(node.name)
         recovery.draining.on_beat(node, beat)
@@ -140,3 +142,18 @@ class Reports:
             if cluster.script.resumes and not out.recorded_in("resumes"):
                 reason = "should the script have to be started again, it has checkpoints of its own"
                 out.record_once("resumes", reason)
+
+    def on_durable_written(self, message: m.DurableWritten) -> None:
+        """A role's part of a durable checkpoint is on storage."""
+        version, roles = message.version, self._cluster.settings.world_size
+        self._out.record("durable", roles=[message.role], version=version)
+        self._out.emit(PartWritten(version, roles, message.seconds))
+
+    def on_durable_failed(self, node: Node, message: m.DurableFailed) -> None:
+        """A role's part could not be written. One event a checkpoint: the other roles' parts fail of the
+        same, or because this one did."""
+        checkpoint = self._cluster.epoch, message.version
+        if checkpoint != self._not_written:
+            self._not_written = checkpoint
+            reason = f"node {node.name}: {message.reason}"
+            self._out.record("durable_failed", reason, [message.role], version=message.version)

@@ -35,7 +35,7 @@ class Samples:
             self._ledger.epoch(plan.epoch, plan.version, _json(cluster.groups.membership))
         return self._entered()
 
-    def trained(self, cluster: ClusterState, message: Trained) -> list[Effect]:
+    def on_trained(self, cluster: ClusterState, message: Trained) -> list[Effect]:
         """A role has trained a step's samples."""
         self._waiting.append(message)
         effects = self.begin(cluster)

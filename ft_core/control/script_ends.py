@@ -7,7 +7,7 @@
 | has ended without a word before it trained | `WorkerLost` | the same, unless others wait for it |
 | waits in an operation for one at its end | `Issued` | they never meet: all begin anew |
 
-How far the roles are is kept in `completion`. Other ends of a job, and what is saved before them, are
+How far the roles are is kept in `cluster.completion`. Other ends of a job, and what is saved before them, are
 `RecoveryCoordinator.end_job` and `final_save`.
 """
 
@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ft_core.control.cluster.completion import Completion
 from ft_core.control.cluster.node import Node
-from ft_core.control.completion import Completion
 from ft_core.control.decide.ladder import EscalationCause
 from ft_core.control.phases import Done, Forming, Running
 from ft_core.control.recovery import RecoveryCoordinator

@@ -47,7 +47,7 @@ class SlowNodes:
         self._told = {role: why for role, why in self._told.items() if role in self.stragglers.found}
         if cluster.settings.straggler == "replace" and self.stragglers.found and out.now >= self._look_at:
             self._look_at = out.now + LOOK
-            if not cluster.draining and not self._changeovers.why_not():
+            if not cluster.draining and not self._changeovers.objection():
                 self._replace_one()
 
     def _heard(self, node: NodeName) -> Mapping[int, RoleBeat]:

@@ -103,7 +103,7 @@ class Succession:
         plan = plans.kept(told.state, hosts)
         if plan.epoch <= cluster.plan_epoch:
             return  # several were asked
-        cluster.take(plan)
+        cluster.take_over(plan)
         cluster.strikes.take(told.strikes, self._out.now)
         blamed = {strike.place for strike in told.strikes}
         for there in cluster.nodes.values():

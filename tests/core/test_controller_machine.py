@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from ft_core.control import decisions, succession
-from ft_core.control.completion import INTERVAL
+from ft_core.control.cluster.completion import INTERVAL
 from ft_core.control.events import (
     Admitted,
     Close,

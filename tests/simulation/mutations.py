@@ -387,7 +387,7 @@ def a_part_stays_over() -> None:
 
 def the_first_plan_is_all_there_is() -> None:
     """Where nobody is left who knows of training, there was none."""
-    ClusterState.forgotten = property(lambda self: False)  # type: ignore[assignment,method-assign]
+    ClusterState.all_is_lost = property(lambda self: False)  # type: ignore[assignment,method-assign]
 
 
 def an_older_epochs_progress_counts() -> None:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ft_core.control.cluster.catalogue import SegmentCatalogue
-from ft_core.control.cluster.hosts import Hosts
 from ft_core.control.cluster.node import Node, epoch_of, sends_to
+from ft_core.control.cluster.roles_by_node import RolesByNode
 from ft_core.control.cluster.script import Script
 from ft_core.control.cluster.setbacks import Setbacks
 from ft_core.control.cluster.versions import Versions
@@ -57,14 +57,14 @@ class ClusterState:
     stepped_epoch: int = 0
     """The newest epoch in which all roles have finished a step, as far as it is written down."""
     every: int = 1
-    """Steps from a version that is protected to the next, as long as no number is given."""
+    """Steps from a version that is protected to the next, in the next plan, as long as no number is given."""
     catalogue: SegmentCatalogue = field(default_factory=SegmentCatalogue)
     versions: Versions = field(default_factory=Versions)
     script: Script = field(default_factory=Script)
     setbacks: Setbacks = field(default_factory=Setbacks)
     records: Records = field(default_factory=Records)
     """What live workers have on record of the start-up phase."""
-    _hosts: Hosts = field(default_factory=Hosts)
+    _roles_by_node: RolesByNode = field(default_factory=RolesByNode)
     _unreported: tuple[int, list[str]] = field(default_factory=lambda: (0, []))
     """An epoch, and the nodes that had not reported in it when it was looked last."""
     _healthy: set[str] = field(default_factory=set)
@@ -99,7 +99,7 @@ class ClusterState:
     @property
     def roles_by_node(self) -> dict[str, list[int]]:
         """The nodes that the plan has roles on, and which, ascending."""
-        return self._hosts.of(self.places)
+        return self._roles_by_node.of(self.places)
 
     @property
     def share(self) -> float:
@@ -142,7 +142,7 @@ class ClusterState:
             if (node := self.nodes.get(roles.get(role, ""))) is not None:
                 node.holdings.recount = True
 
-    def take(self, plan: Plan) -> None:
+    def take_over(self, plan: Plan) -> None:
         """Take over another controller's plan, told by an agent that has begun it."""
         self.catalogue.take(plan.catalogue)
         self.versions.take(plan)
@@ -304,7 +304,7 @@ class ClusterState:
         return self.versions.initial is None and self.script.started_from[1] == "durable"
 
     @property
-    def forgotten(self) -> bool:
+    def all_is_lost(self) -> bool:
         """Whether steps were done, and all who did them are lost, with a controller that knew what they held:
         nobody is left who knows of more than the first plan. It may be on record nowhere, if a leader was
         lost that could not write its notes; but where there are copies of two versions a step was done, and

@@ -250,7 +250,7 @@ def _choose(
 def _as_begun(cluster: ClusterState, nodes: frozenset[str], durable: Durable) -> _Choice | ListCheckpoints:
     """Nobody who is left has ever reached training: start-up goes on towards what it was begun with."""
     version, origin = cluster.script.started_from
-    if cluster.forgotten:
+    if cluster.all_is_lost:
         if (found := _durable(cluster, nodes, durable)) is None:
             return ListCheckpoints(nodes)
         if not found:

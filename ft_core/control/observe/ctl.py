@@ -77,12 +77,12 @@ class Questions:
         self.open.append(Question(peer, asked, node.name, now + ANSWER))
         return [Send(node.peer, asked)]
 
-    def described(self, cluster: ClusterState, state: m.RoleState) -> list[Effect]:
+    def on_role_state(self, cluster: ClusterState, state: m.RoleState) -> list[Effect]:
         """An agent has said what a role's state consists of."""
         answer = m.RoleDescribed(state=state, replicas=cluster.settings.replicas)
         return self._answered(m.DescribeRole(role=state.role), answer)
 
-    def flight(self, record: m.RoleFlight) -> list[Effect]:
+    def on_role_flight(self, record: m.RoleFlight) -> list[Effect]:
         """An agent has read a role's flight record."""
         return self._answered(m.DescribeFlight(role=record.role), record)
 
@@ -100,7 +100,7 @@ class Questions:
             for q in late
         ]
 
-    def disconnected(self, peer: Peer) -> None:
+    def on_disconnected(self, peer: Peer) -> None:
         """Forget what a peer has asked that is gone."""
         self.open = [question for question in self.open if question.peer != peer]
         self._listed.pop(peer, None)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from ft_core.control.cluster.progress import Progress
 from ft_core.control.cluster.state import ClusterState
 from ft_core.control.decide.forming import ranked
 from ft_core.control.events import PrintConsole
 from ft_core.control.observe import explain
 from ft_core.control.phases import Done, Forming, Phase, Quiescing, Rebuilding, Running, Saving, Waiting
-from ft_core.control.progress import Progress
 
 FIRST = 10.0
 """Seconds after which it is said for the first time; then after twice as long each time, so that what takes

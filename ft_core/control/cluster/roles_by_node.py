@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ft_core.protocol.table import moved_roles
 
 
-class Hosts:
+class RolesByNode:
     """The places of a plan by node, made anew only for what another plan has elsewhere."""
 
     def __init__(self) -> None:
