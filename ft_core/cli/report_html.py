@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from ft_core.cli.durations import time_text
 from ft_core.history.job import History, Recovery
 from ft_core.protocol.goodput import Cause, in_words
 
@@ -82,10 +83,10 @@ def _figures(found: History) -> str:
     done = [each.seconds for each in found.recoveries if each.seconds is not None]
     figures = {
         "of the time in steps that count": f"{100 * found.goodput:.1f} %",
-        "in all": _long(whole),
+        "in all": time_text(whole),
         "steps": f"{max((version for _, version in found.steps), default=0):,}",
         "recoveries": f"{len(found.recoveries):,}",
-        "the longest of them": _long(max(done)) if done else "-",
+        "the longest of them": time_text(max(done)) if done else "-",
     }
     cards = "".join(f"<div><b>{value}</b>{escape(name)}</div>" for name, value in figures.items())
     return f'<div class="figures">{cards}</div>'
@@ -97,10 +98,10 @@ def _costs(found: History) -> str:
     bar, at = [], 0.0
     for cause, seconds in shares:
         wide = _WIDTH * seconds / whole
-        bar.append(_strip(at, wide, 0, 28, cause, f"{_name(cause)}: {_long(seconds)}"))
+        bar.append(_strip(at, wide, 0, 28, cause, f"{_name(cause)}: {time_text(seconds)}"))
         at += wide
     rows = [
-        (_cause(cause), _long(seconds), f"{100 * seconds / whole:.2f} %")
+        (_cause(cause), time_text(seconds), f"{100 * seconds / whole:.2f} %")
         for cause, seconds in shares
         if seconds >= 0.05
     ]
@@ -117,7 +118,7 @@ def _time_line(found: History) -> str:
             x(phase.began),
             max(x(phase.began + phase.seconds) - x(phase.began), 0.5 * (phase.cause is not Cause.PRODUCTIVE)),
             *(20, 60, phase.cause),
-            f"{_name(phase.cause)}, {_long(phase.seconds)}, epoch {phase.epoch}: {phase.reason}",
+            f"{_name(phase.cause)}, {time_text(phase.seconds)}, epoch {phase.epoch}: {phase.reason}",
         )
         for phase in sorted(kept, key=lambda phase: phase.began)
     ]
@@ -167,14 +168,14 @@ def _recovery(each: Recovery) -> tuple[str, ...]:
         reason = f"<details><summary>{escape(line[:100])}</summary><pre>{escape(each.reason)}</pre></details>"
     moved = ", ".join(f"role {role} to {node}" for role, node in list(each.moved.items())[:8])
     version = f", step {each.version}" if each.version is not None else ""
-    parts = "<br>".join(f"{_cause(c)} {_long(seconds)}" for c, seconds in each.parts.items())
+    parts = "<br>".join(f"{_cause(c)} {time_text(seconds)}" for c, seconds in each.parts.items())
     return (
         when(each.began),
         f"{reason}<div class='soft'>{escape(each.fault)}</div>",
         f"{escape(each.node)}<div class='soft'>{escape(moved)}</div>",
         str(each.epoch),
         escape(f"{each.origin}{version}"),
-        "not done" if each.seconds is None else _long(each.seconds),
+        "not done" if each.seconds is None else time_text(each.seconds),
         parts,
     )
 
@@ -183,7 +184,7 @@ def _longest(found: History) -> str:
     rows = [
         (
             _cause(p.cause),
-            _long(p.seconds),
+            time_text(p.seconds),
             when(p.began),
             str(p.epoch),
             escape(p.reason[:200]),
@@ -261,7 +262,8 @@ def _ticks(found: History, y: float) -> str:
     x = _Axis(found.began, found.ended)
     ticks = [number * each for number in range(int(long / each) + 1)]
     return "".join(
-        f'<text x="{x(found.began + at):.1f}" y="{y}" text-anchor="middle">{_long(at)}</text>' for at in ticks
+        f'<text x="{x(found.began + at):.1f}" y="{y}" text-anchor="middle">{time_text(at)}</text>'
+        for at in ticks
     )
 
 
@@ -271,17 +273,6 @@ def _round(seconds: float) -> float:
         if each >= seconds:
             return each
     return 86400.0 * math.ceil(seconds / 86400)
-
-
-def _long(seconds: float) -> str:
-    """For people."""
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    if seconds < 3600:
-        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
-    if seconds < 86400:
-        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60)} min"
-    return f"{int(seconds // 86400)} d {int(seconds % 86400 // 3600)} h"
 
 
 def _cause(cause: Cause) -> str:

@@ -15,28 +15,39 @@ is `Running`, or the job is `Waiting` for what it lacks. A controller that learn
 `Rebuilding`. A job that ends before its scripts do is `Saving` first (`final_save`), and one that is over is
 `Done`. `phases` has the table of what leads to what.
 
-One event is handled in three steps, all in `machine.Controller.handle`. First the part of the machine that it
-concerns takes it in: `reports` (what agents say while all is well), `worker_failures`, `node_failures`,
-`hang_response`, `corruption`, `device_findings`, `changeovers` (roles that move or come back), `succession`
-(what a predecessor knew), `termination` (SIGTERM), `script_settings`, `operator_commands`. What has failed
-they tell `recovery`, which owns the epochs and ends one. Then, if anything has changed that a decision may
-depend on, `decisions` decides how the job goes on. At last the observer adds what it comes to in time and
-numbers. Parts emit their effects in order (`emitter`); what only knows one subject, such as a drain or the
-plan's delivery, returns them to the part that asks.
+One event is handled in three steps, all in `machine.Controller.handle`:
 
-What is known of the job stands in `cluster_state`; of the epoch under way in `progress`, `completion` (the
-ends of scripts) and `protection` (whether they want any). `plan_delivery` has what nodes are sent of a plan,
-`period` and `samples` what is told of steps. `shell`, with `relays` and `hooks`, is all input and output.
+1. The part of the machine that it concerns takes it in: `reports` (what agents say while all is well),
+   `worker_failures`, `node_failures`, `hang_response`, `corruption`, `device_findings`, `admission` (nodes
+   that join are checked), `slow_nodes`, `changeovers` (roles that move or come back), `script_ends`,
+   `succession` (what a predecessor knew), `termination` (SIGTERM), `script_settings`, `operator_commands`.
+   What has failed they tell `recovery`, which owns the epochs and ends one.
+2. If anything has changed that a decision may depend on, `decisions` decides how the job goes on.
+3. The observer adds what it comes to in time and numbers.
 
-One failure, followed through the code: a node says that a worker has died (`WorkerFailures.worker_lost`), its
-role is lost (`RecoveryCoordinator.fail`), and the epoch ends (`end_epoch`): all are told to leave it. Once
-all nodes have said what they hold, `decide.next_epoch.decide` says how to go on: from which version, and who
-plays which role; `RecoveryCoordinator.start_epoch` sends that plan. Nodes say that they have their state, and
-that a step was done (`Reports.on_progress`). What does not help in place climbs `decide.ladder`
+A part is told what has happened by its `on_...`, what time it is by `tick`, and by other methods what it is
+to do; it emits its effects in order (`emitter`). What only knows one subject, such as a drain or the plan's
+delivery, has no emitter: it returns effects to the part that asks.
+
+What is known stands in the room `cluster`: of the job in `cluster.state`, of a node in `cluster.node`, of
+what roles hold in `cluster.catalogue` and `cluster.versions`, of how far they are in `cluster.progress` and
+`cluster.completion`. `protection` knows whether the script wants any, `plan_delivery` what nodes are sent of
+a plan; `period` says how often a version is protected, `samples` keeps the ledger of samples. `shell`, with
+`relays`, `pulse_listener` and `hooks`, is all input and output.
+
+One failure, followed through the code: a node says that a worker has died (`WorkerFailures.on_worker_lost`),
+its role is lost (`RecoveryCoordinator.fail`), and the epoch ends (`end_epoch`): all are told to leave it.
+Once all nodes have said what they hold, `decide.next_epoch.decide` says how to go on: from which version, and
+who plays which role; `RecoveryCoordinator.start_epoch` sends that plan. Nodes say that they have their state,
+and that a step was done (`Reports.on_progress`). What does not help in place climbs `decide.ladder`
 (`RecoveryCoordinator.escalate`).
 
-To be read in this order: `events`, `phases`, `machine`, `recovery`, `decisions`, `cluster_state`, the parts
-above, then the rooms: `decide` (which version, who plays what), `liveness` (who is lost, slow, or hangs),
-`prestart` (roles that start while others train), `lead` (which process is the controller), `observe` (what
-people and metrics see).
+All ends of a job lead through `RecoveryCoordinator.end_job`: all scripts are done (`script_ends`), no rung of
+the ladder is left, the policy says so, or somebody wants it (`termination`). Unless scripts are done, what is
+in memory is saved before (`final_save`).
+
+To be read in this order: `events`, `phases`, `machine`, `recovery`, `decisions`, `cluster.state`, the parts
+above, then the rooms: `decide` (which version, who plays what), `liveness` (who is lost, slow, or hangs: it
+finds, and the parts act), `prestart` (roles that start while others train), `lead` (which process is the
+controller), `observe` (what people and metrics see).
 """

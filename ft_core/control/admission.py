@@ -10,22 +10,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from ft_core.control.cluster_state import Check, ClusterState, Node
+from ft_core.control.cluster.node import Check, Node
+from ft_core.control.cluster.state import ClusterState
 from ft_core.control.device_findings import DeviceFindings
-from ft_core.control.liveness import peers
+from ft_core.control.liveness import outliers
 from ft_core.control.phases import Done, Forming, Rebuilding, Saving
 from ft_core.control.recovery import RecoveryCoordinator
-from ft_core.protocol.messages import (
-    CheckNode,
-    DeviceAction,
-    DeviceFinding,
-    NodeCheck,
-    NodeChecked,
-    NodeName,
-    Soundness,
-    Symptom,
-    Timing,
-)
+from ft_core.protocol import messages as m
 from ft_core.settings import PREFLIGHT_ALL, PREFLIGHT_OFF
 
 ENOUGH = 64
@@ -40,18 +31,18 @@ class Admission:
     def __init__(self, recovery: RecoveryCoordinator, devices: DeviceFindings) -> None:
         self._recovery, self._devices = recovery, devices
         self._cluster, self._out = recovery.cluster, recovery.out
-        self._unasked: list[NodeName] = []
+        self._unasked: list[m.NodeName] = []
         """Nodes that have come, of which it was not clear whether they are given roles unchecked."""
-        self._asked: set[NodeName] = set()
+        self._asked: set[m.NodeName] = set()
 
-    def joined(self, node: Node, known: Node | None) -> None:
+    def on_joined(self, node: Node, known: Node | None) -> None:
         """A node has greeted; if it was `known`, over another connection: it may have missed the question."""
         if self._cluster.settings.preflight == PREFLIGHT_OFF:
             return
         if known is not None:
             node.check = known.check
             if node.under_check:
-                self._out.send(node, CheckNode(node.check is not None and node.check.was_slow))
+                self._out.send(node, m.CheckNode(node.check is not None and node.check.was_slow))
             return
         self._unasked.append(node.name)
         if not isinstance(self._recovery.phase, Rebuilding):
@@ -68,7 +59,7 @@ class Admission:
                 self._asked.discard(name)
             elif now - node.check.asked_at > PATIENCE:
                 what = f"it cannot be made: no answer for {PATIENCE:g} s"
-                self._over(node, [NodeCheck("check", Soundness.UNKNOWN, "", what)])
+                self._over(node, [m.NodeCheck("check", m.Soundness.UNKNOWN, "", what)])
 
     def sweep(self, node: Node) -> None:
         """Check a node anew that plays no role, before it is given one again."""
@@ -92,41 +83,41 @@ class Admission:
 
     def _ask(self, node: Node, again: bool) -> None:
         self._asked.add(node.name)
-        self._out.send(node, CheckNode(again))
+        self._out.send(node, m.CheckNode(again))
 
-    def answered(self, node: Node, said: NodeChecked) -> None:
+    def on_checked(self, node: Node, said: m.NodeChecked) -> None:
         """The check of a node is over. What is wrong with it has been heard."""
         check = node.check
         if check is None or not check.under_way:
             return
         found = list(said.checks)
-        sick = any(each.soundness is Soundness.SICK for each in found)
-        slow = {} if sick else peers.slower(said.times, self._times_of_others(node, said.hardware))
+        sick = any(each.soundness is m.Soundness.SICK for each in found)
+        slow = {} if sick else outliers.slower(said.times, self._times_of_others(node, said.hardware))
         if slow and not check.was_slow:  # once may be chance
             node.check = Check(self._out.now, was_slow=True)
             self._ask(node, again=True)
             return
         for name, times in slow.items():
             why = f"{name} takes {times:g} times as long as on other nodes with {said.hardware}"
-            found.append(NodeCheck(name, Soundness.SICK, f"{times:g} times", why))
-            about = Symptom.OTHER, 0, -1, "", why, said.age, f"time of {name}", DeviceAction.CONDEMN
-            self._devices.found(node, DeviceFinding(*about))
+            found.append(m.NodeCheck(name, m.Soundness.SICK, f"{times:g} times", why))
+            about = m.Symptom.OTHER, 0, -1, "", why, said.age, f"time of {name}", m.DeviceAction.CONDEMN
+            self._devices.on_finding(node, m.DeviceFinding(*about))
         if not sick and not slow:
             check.times, check.hardware = said.times, said.hardware
         self._over(node, found)
 
-    def _times_of_others(self, node: Node, hardware: str) -> list[Mapping[str, Timing]]:
+    def _times_of_others(self, node: Node, hardware: str) -> list[Mapping[str, m.Timing]]:
         others = (other.check for other in self._cluster.nodes.values() if other is not node)
         alike = (check.times for check in others if check is not None and hardware == check.hardware != "")
         return list(itertools.islice(alike, ENOUGH))
 
-    def _over(self, node: Node, checks: list[NodeCheck]) -> None:
+    def _over(self, node: Node, checks: list[m.NodeCheck]) -> None:
         assert node.check is not None
         node.check.under_way = False
         self._asked.discard(node.name)
         worst = _worst(checks)
         why = "; ".join(each.why for each in checks if each.soundness is worst and each.why)
-        if worst is Soundness.SICK:
+        if worst is m.Soundness.SICK:
             node.check.why = why
         seconds = round(self._out.now - node.check.asked_at, 2)
         self._out.record("checked", why, node=node.name, found=worst.value, seconds=seconds)
@@ -135,7 +126,7 @@ class Admission:
             self._recovery.decision_due = True
 
 
-def left_out(cluster: ClusterState, now: float) -> dict[NodeName, str]:
+def left_out(cluster: ClusterState, now: float) -> dict[m.NodeName, str]:
     """With `--ft-preflight all`: nodes that the job does not begin with, and why."""
     if cluster.settings.preflight != PREFLIGHT_ALL:
         return {}
@@ -145,7 +136,7 @@ def left_out(cluster: ClusterState, now: float) -> dict[NodeName, str]:
     }
 
 
-def too_few_are_sound(cluster: ClusterState, out: Mapping[NodeName, str]) -> str:
+def too_few_are_sound(cluster: ClusterState, out: Mapping[m.NodeName, str]) -> str:
     """Why the job cannot begin with those that are there, but for the sick; empty: it may yet."""
     there, wanted = len(cluster.nodes), cluster.settings.first_nodes
     if cluster.checking() or there < wanted or there - len(out) >= wanted:
@@ -157,6 +148,6 @@ def too_few_are_sound(cluster: ClusterState, out: Mapping[NodeName, str]) -> str
     )
 
 
-def _worst(checks: Sequence[NodeCheck]) -> Soundness:
+def _worst(checks: Sequence[m.NodeCheck]) -> m.Soundness:
     found = {each.soundness for each in checks}
-    return next((each for each in (Soundness.SICK, Soundness.UNKNOWN) if each in found), Soundness.OK)
+    return next((each for each in (m.Soundness.SICK, m.Soundness.UNKNOWN) if each in found), m.Soundness.OK)

@@ -6,8 +6,9 @@ Roles start ahead of need (`control.prestart`), while all others train; here the
 
 from __future__ import annotations
 
-from ft_core.control.cluster_state import Node
+from ft_core.control.cluster.node import Node
 from ft_core.control.events import Peer
+from ft_core.control.observe.observations import StepDone
 from ft_core.control.period import TRIES, ProtectionPeriod
 from ft_core.control.phases import Running
 from ft_core.control.prestart.notices import Notices
@@ -24,35 +25,35 @@ class Changeovers:
         self._notices = Notices()
         self._period = ProtectionPeriod()
 
-    def drain(self, peer: Peer, node: NodeName) -> None:
+    def on_drain(self, peer: Peer, node: NodeName) -> None:
         """Somebody wants a node out."""
         recovery = self._recovery
-        asked = recovery.draining.ask(self._cluster, recovery.prestart, peer, node, self.why_not())
+        asked = recovery.draining.ask(self._cluster, recovery.prestart, peer, node, self.objection())
         self._out.emit(*asked)
 
-    def notice(self, node: Node, notice: Notice) -> None:
+    def on_notice(self, node: Node, notice: Notice) -> None:
         """The machine of a node is about to go."""
-        self._out.emit(*self._notices.heard(self._cluster, node, notice, self._out.now))
+        self._out.emit(*self._notices.on_notice(self._cluster, node, notice, self._out.now))
         self.follow_notices()
 
-    def sick(self, node: Node, why: str) -> None:
+    def drain_sick(self, node: Node, why: str) -> None:
         """A device of a node is about to fail, or has."""
         self._notices.sick(self._cluster, node, why, self._out.now)
         self.follow_notices()
 
-    def slow(self, node: Node, why: str) -> None:
+    def drain_slow(self, node: Node, why: str) -> None:
         """A role of a node is slow, and there is nothing against taking the node out."""
         recovery = self._recovery
         begun = recovery.draining.begin(self._cluster, recovery.prestart, node.name, why)
         self._out.emit(*begun)
 
-    def forgiven(self, where: str) -> None:
+    def forgive(self, where: str) -> None:
         """Nothing counts any more against the devices of a machine."""
-        self._notices.forgiven(where)
+        self._notices.forgive(where)
 
-    def told(self, node: Node) -> None:
+    def on_told(self, node: Node) -> None:
         """A node has got SIGTERM."""
-        self._out.emit(*self._notices.told(self._cluster, node, self._out.now))
+        self._out.emit(*self._notices.on_told(self._cluster, node, self._out.now))
         self.follow_notices()
 
     def follow_notices(self) -> None:
@@ -64,12 +65,12 @@ class Changeovers:
                 recovery.draining,
                 recovery.prestart,
                 self._out.now,
-                why_not=self.why_not(),
+                why_not=self.objection(),
                 job_leaves=recovery.leaving,
             )
         )
 
-    def why_not(self) -> str:
+    def objection(self) -> str:
         """Why no node can be taken out at present; empty, as a rule."""
         recovery = self._recovery
         if not isinstance(recovery.phase, Running):
@@ -84,7 +85,7 @@ class Changeovers:
         cluster, recovery, now = self._cluster, self._recovery, self._out.now
         shrinks = cluster.settings.policy == "shrink"
         if recovery.progress.all_stepped:
-            self.begin_if_due()
+            self._begin_if_due()
             if not recovery.completion.released and isinstance(recovery.phase, Running):
                 kept_by_all = cluster.departing
                 effects = recovery.draining.tick(cluster, recovery.prestart, now)
@@ -93,7 +94,7 @@ class Changeovers:
                 self._out.emit(*effects)
                 if shrinks:
                     self._out.emit(*recovery.prestart.tick(cluster, now))
-                self._keep_up()
+                self._change_period()
             return
         if not shrinks:
             return
@@ -102,12 +103,12 @@ class Changeovers:
         if late and restored:
             self._go_on_without(late)
 
-    def _keep_up(self) -> None:
+    def _change_period(self) -> None:
         """Protect versions more seldom where steps wait for copies, or more often again."""
         cluster, recovery, period, now = self._cluster, self._recovery, self._period, self._out.now
         if recovery.protection.unprotected or not isinstance(recovery.phase, Running):
             return
-        stop = self._stop
+        stop = self._stop_for_period
         if recovery.prestart.attempt is not None:  # the epoch that it leads to brings the change along
             period.stop = None
         elif stop is not None and stop.asked >= TRIES and now > stop.no_later_than:
@@ -122,29 +123,30 @@ class Changeovers:
             self._out.emit(*period.stop.ask(cluster, now))
 
     @property
-    def _stop(self) -> Stop | None:
+    def _stop_for_period(self) -> Stop | None:
         """The request to stop for another period, if there is one in the epoch under way."""
         stop = self._period.stop
         if stop is not None and stop.epoch != self._cluster.epoch:
             stop = self._period.stop = None
         return stop
 
-    def beat(self, node: NodeName) -> None:
+    def on_beat(self, node: NodeName) -> None:
         """A node says how far its roles are."""
-        stop = self._stop
-        self._out.emit(*self._recovery.prestart.beat(self._cluster, node))
+        stop = self._stop_for_period
+        self._out.emit(*self._recovery.prestart.on_beat(self._cluster, node))
         if stop is not None:
-            self._out.emit(*stop.beat(self._cluster, node))
+            self._out.emit(*stop.on_beat(self._cluster, node))
 
-    def stopped(self, role: int) -> None:
-        """A role has stopped at the end of a step, as it was asked to."""
-        cluster, stop, now = self._cluster, self._stop, self._out.now
-        self._out.emit(*self._recovery.prestart.held(cluster, role, now))
+    def on_paused(self, role: int, version: int) -> None:
+        """A role has stopped at the end of the step that made this version, as it was asked to."""
+        self._out.emit(StepDone(version))  # all of this step's time has been well spent
+        cluster, stop, now = self._cluster, self._stop_for_period, self._out.now
+        self._out.emit(*self._recovery.prestart.on_paused(cluster, role, now))
         if stop is not None:
-            self._out.emit(*stop.stopped(cluster, role, now))
-        self.begin_if_due()
+            self._out.emit(*stop.on_paused(cluster, role, now))
+        self._begin_if_due()
 
-    def begin_if_due(self) -> None:
+    def _begin_if_due(self) -> None:
         """Begin an epoch with those that are ready, once nobody would be disturbed by it."""
         recovery = self._recovery
         if not isinstance(recovery.phase, Running):
@@ -156,7 +158,7 @@ class Changeovers:
             reason = f"replica groups {groups} leave with node {leaves}"
             recovery.end_epoch("shrinking", reason, roles, between_steps=True)
             return
-        stop = self._stop
+        stop = self._stop_for_period
         roles = recovery.prestart.due(self._cluster, self._out.now)
         if not roles:
             if stop is not None and stop.due(self._out.now):

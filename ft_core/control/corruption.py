@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from ft_core.control.cluster_state import Node
+from ft_core.control.cluster.node import Node
 from ft_core.control.decide.compact import all_in
 from ft_core.control.decide.comparison import Alike, Differ, Incomparable, compare
 from ft_core.control.liveness import strikes
@@ -83,7 +83,7 @@ class Corruption:
         self._unproven: Counter[m.SegmentId] = Counter()
         """How often each segment differed, and came to something else when the step was done again."""
 
-    def heard(self, node: Node, said: m.Checksums) -> None:
+    def on_checksums(self, node: Node, said: m.Checksums) -> None:
         """A role has said what it holds. The last one of a segment's holders lets it be compared."""
         cluster, role = self._cluster, said.role
         plan = cluster.plan
@@ -92,12 +92,12 @@ class Corruption:
             return
         if self._epoch != plan.epoch:
             self._epoch, self._alike, self._holders = plan.epoch, {}, {}
-            there = {segment for each in cluster.places for segment in cluster.catalogue.get(each, ())}
+            there = {segment for each in cluster.places for segment in cluster.catalogue.of(each)}
             self._said = {segment: {} for segment in self._said if segment in there}
         self._workers[role] = _Worker(node.name, node.hello.domain, said.pid, said.device)
         base = _of(plan.version)
-        if said.alike > max(base, _of(cluster.verified)):
-            cluster.verified = said.alike  # as a former controller has found
+        if said.alike > max(base, _of(cluster.versions.verified)):
+            cluster.versions.verified = said.alike  # as a former controller has found
         for version, sums in sorted(said.versions.items()):
             for segment, value in sums.items():
                 known = self._said.setdefault(segment, {})
@@ -110,13 +110,13 @@ class Corruption:
         if self._advanced:
             self._advanced = False
             newest = min((self._alike.get(segment, base) for segment in self._said), default=base)
-        if newest > max(base, _of(cluster.verified)):
-            cluster.verified = newest
+        if newest > max(base, _of(cluster.versions.verified)):
+            cluster.versions.verified = newest
             self._announce()
         elif self._announced[0] == self._epoch and max(said.versions, default=_NEVER) <= self._announced[1]:
             self._out.send(node, m.Verified(*self._announced))  # it may not have heard that
 
-    def check(self) -> None:
+    def tick(self) -> None:
         """Announce what is alike; and say, once, where there is nothing to compare."""
         if self._epoch == self._cluster.epoch:
             self._announce()
@@ -135,7 +135,7 @@ class Corruption:
 
     def _look(self, segment: m.SegmentId, version: m.Version, role: m.Role) -> None:
         cluster, values = self._cluster, self._said[segment][version]
-        holders = cluster.catalogue.get(role, {}).get(segment, "")
+        holders = cluster.catalogue.of(role).get(segment, "")
         if segment not in self._holders and holders:
             self._holders[segment] = tuple(each for each in all_in(holders) if each in cluster.places)
         taking_part = self._holders.get(segment, ())
@@ -153,7 +153,7 @@ class Corruption:
         plan = cluster.current_plan
         if isinstance(verdict, Differ) and segment not in self._alike:
             start = f"what roles {some(taking_part)} should hold alike (segment {segment}) differs"
-            if plan.version is None and version == (cluster.initial_version or 0):
+            if plan.version is None and version == (cluster.versions.initial or 0):
                 self._give_up(segment, version, taking_part, f"{start} as their scripts begin")
                 return
             if version > _of(plan.version) + plan.every:
@@ -173,7 +173,7 @@ class Corruption:
             )
             self._give_up(segment, version, taking_part, f"{where}, and {why}")
             return
-        cluster.tainted = version if cluster.tainted is None else min(version, cluster.tainted)
+        cluster.versions.taint(version)
         workers = {each: self._workers[each] for each in taking_part}
         self._doubts[segment] = _Doubt(self._epoch, version, values, workers)
         if isinstance(verdict, Differ):
@@ -252,7 +252,7 @@ class Corruption:
 
     def _announce(self) -> None:
         """Let agents give up what is older than what all have alike."""
-        known = self._epoch, self._cluster.verified
+        known = self._epoch, self._cluster.versions.verified
         if known[1] is not None and known > self._announced and isinstance(self._recovery.phase, Running):
             self._announced = self._epoch, known[1]
             self._out.send_to_all(m.Verified(*self._announced))

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import assert_never
 
 from ft_core.control.admission import left_out, too_few_are_sound
-from ft_core.control.cluster_state import ALL_IS_LOST
+from ft_core.control.cluster.state import ALL_IS_LOST
 from ft_core.control.decide import ladder
 from ft_core.control.decide.forming import first_places
 from ft_core.control.decide.ladder import EscalationCause, Rung
@@ -103,12 +103,12 @@ class Decisions:
             return
         if self.end_if_storage_unreadable():
             return
-        can_begin = durable or cluster.script_resumes or cluster.settings.max_restarts
-        if cluster.forgotten and not can_begin:
+        can_begin = durable or cluster.script.resumes or cluster.settings.max_restarts
+        if cluster.all_is_lost and not can_begin:
             recovery.end_job(1, ALL_IS_LOST)
             return
         cluster.epoch = cluster.next_epoch(self._out.recorded_epochs)
-        if cluster.forgotten:
+        if cluster.all_is_lost:
             self._out.record("starting_over", ALL_IS_LOST)
             log.warning("%s", ALL_IS_LOST)
         if durable:
@@ -128,8 +128,8 @@ class Decisions:
             return  # what is decided should work
         if recovery.escalation is not None and recovery.workers_still_exiting():
             return
-        cluster.note_progress()
-        if cluster.attempts_without_progress > strikes.TRIES:
+        cluster.setbacks.note_progress(cluster.versions.newest_seen)
+        if cluster.setbacks.attempts_without_progress > strikes.TRIES:
             failure = recovery.last_failure
             reason = explain.in_vain(cluster, failure.reason, failure.roles)
             recovery.escalate(EscalationCause(reason, code=failure.code))
@@ -198,7 +198,7 @@ class Decisions:
             recovery.end_job(1, explain.the_end(cluster, outcome, problems))
             return
         # There is nothing for the rungs that begin with memory.
-        cluster.escalation_level = max(cluster.escalation_level, ladder.ALL_FROM_MEMORY)
+        cluster.setbacks.escalation_level = max(cluster.setbacks.escalation_level, ladder.ALL_FROM_MEMORY)
         recovery.escalation = None
         recovery.escalate(EscalationCause(outcome.reason))
 
@@ -208,15 +208,15 @@ class Decisions:
         cluster, detector, now = self._cluster, self._recovery.failure_detector, self._out.now
         # Of those who train while nobody hears them it is not known how far they have come.
         nobody = cluster.nodes.keys().isdisjoint(cluster.roles_by_node)
-        reached_training = cluster.initial_version is not None or self._recovery.plan_was_inherited
+        reached_training = cluster.versions.initial is not None or self._recovery.plan_was_inherited
         unknown = reached_training and nobody
         if isinstance(outcome, NextEpoch):
-            older = outcome.version is None or outcome.version < cluster.newest_seen - cluster.redone
-            bad = (cluster.trained and older) or (unknown and outcome.origin != "memory")
+            older = outcome.version is None or outcome.version < cluster.versions.newest_seen - cluster.redone
+            bad = (cluster.versions.trained and older) or (unknown and outcome.origin != "memory")
         elif isinstance(outcome, NotEnoughWorkers):
             bad = False  # of workers: what the policy says
         else:
-            bad = not isinstance(outcome, ListCheckpoints) or cluster.trained or unknown
+            bad = not isinstance(outcome, ListCheckpoints) or cluster.versions.trained or unknown
         missed = detector.missed(now) if bad else []
         if missed:
             limit = cluster.settings.silence_limit

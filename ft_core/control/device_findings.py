@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ft_core.control.changeovers import Changeovers
-from ft_core.control.cluster_state import Node
+from ft_core.control.cluster.node import Node
 from ft_core.control.liveness import device_health
 from ft_core.control.recovery import RecoveryCoordinator
 from ft_core.protocol.messages import DeviceAction, DeviceFinding
@@ -15,7 +15,7 @@ class DeviceFindings:
     def __init__(self, recovery: RecoveryCoordinator, changeovers: Changeovers) -> None:
         self._recovery, self._changeovers = recovery, changeovers
 
-    def found(self, node: Node, finding: DeviceFinding) -> None:
+    def on_finding(self, node: Node, finding: DeviceFinding) -> None:
         """A node's agent says so; again with each greeting."""
         recovery, cluster, out = self._recovery, self._recovery.cluster, self._recovery.out
         what, action = device_health.verdict(finding)
@@ -32,4 +32,5 @@ class DeviceFindings:
             out.record("device", reason, roles, None, node=node.name, action=action.value, **about)
             recovery.strike(known, node.hello.domain)
         if action in device_health.DRAINS:
-            self._changeovers.sick(node, f"device {finding.device}: {what}" if finding.device >= 0 else what)
+            why = f"device {finding.device}: {what}" if finding.device >= 0 else what
+            self._changeovers.drain_sick(node, why)

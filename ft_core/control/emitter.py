@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ft_core.control.cluster_state import ClusterState, Node
+from ft_core.control.cluster.node import Node
+from ft_core.control.cluster.state import ClusterState
 from ft_core.control.events import Close, Emitted, Record, Send
 from ft_core.control.observe.observations import TimeGoes
 from ft_core.protocol.messages import Epoch, Message
@@ -24,7 +25,12 @@ class Emitter:
 
     def begin(self, now: float, wall: float) -> None:
         """Another event is handled."""
-        self.now, self.wall, self.effects = now, wall, []
+        self.now, self.wall = now, wall
+
+    def take(self) -> list[Emitted]:
+        """All that was emitted since this was asked last."""
+        emitted, self.effects = self.effects, []
+        return emitted
 
     def emit(self, *effects: Emitted) -> None:
         """Let these follow what was emitted before."""

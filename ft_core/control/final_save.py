@@ -45,7 +45,7 @@ class FinalSave:
             late = {name for name, node in cluster.nodes.items() if node.holdings.reported != cluster.epoch}
             self._recovery.kill_workers({r: name for r, name in cluster.places.items() if name in late})
 
-    def answered(self, answer: VersionSaved) -> None:
+    def on_saved(self, answer: VersionSaved) -> None:
         """A node has written a role's part, or could not."""
         phase = self._recovery.phase
         if not isinstance(phase, Saving) or phase.last is None or answer.epoch != self._cluster.epoch:

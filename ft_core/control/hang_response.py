@@ -25,7 +25,7 @@ class HangResponse:
         self._recovery, self._detector = recovery, detector
         self._cluster, self._out = recovery.cluster, recovery.out
 
-    def check(self) -> None:
+    def tick(self) -> None:
         """Look whether anything moves, and do something about it where nothing does."""
         recovery, out = self._recovery, self._out
         on_its_own = recovery.protection.unprotected or recovery.completion.released

@@ -11,50 +11,29 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import assert_never
 
+from ft_core.control import events as e
 from ft_core.control.admission import Admission
 from ft_core.control.changeovers import Changeovers
-from ft_core.control.cluster_state import ClusterState, Node, epoch_of
+from ft_core.control.cluster.node import Node, epoch_of
+from ft_core.control.cluster.state import ClusterState
 from ft_core.control.corruption import Corruption
 from ft_core.control.decide.groups import Groups
-from ft_core.control.decide.ladder import EscalationCause
 from ft_core.control.decisions import Decisions
 from ft_core.control.device_findings import DeviceFindings
 from ft_core.control.emitter import Emitter
-from ft_core.control.events import (
-    Admitted,
-    Arriving,
-    Close,
-    Disconnected,
-    Effect,
-    Event,
-    Failed,
-    Greeted,
-    LauncherGone,
-    MessageBatch,
-    Peer,
-    PrintConsole,
-    Pulsed,
-    Received,
-    Refuse,
-    Refused,
-    Resign,
-    Send,
-    Terminate,
-    Tick,
-)
 from ft_core.control.hang_response import HangResponse
-from ft_core.control.lead import takeover
 from ft_core.control.liveness.hangs.detector import Detector
 from ft_core.control.node_failures import NodeFailures
 from ft_core.control.observe import ctl
 from ft_core.control.observe.goodput import Account
-from ft_core.control.observe.observations import PartWritten, StepDone, TimeGoes
+from ft_core.control.observe.observations import TimeGoes
 from ft_core.control.observe.observer import Observer
 from ft_core.control.observe.progress_reporter import ProgressReporter
 from ft_core.control.operator_commands import OperatorCommands
 from ft_core.control.phases import Done, Forming, Phase, Rebuilding, Running, Saving, Waiting
 from ft_core.control.recovery import RecoveryCoordinator
 from ft_core.control.reports import Reports
+from ft_core.control.script_ends import ScriptEnds
 from ft_core.control.script_settings import ScriptSettings
 from ft_core.control.slow_nodes import SlowNodes
 from ft_core.control.succession import Succession
@@ -89,12 +68,13 @@ class Controller:
         settled: float = 0.0,
         spent: Spent | None = None,
         ago: float = 0.0,
+        wall: float = 0.0,
     ) -> None:
         """`ids` draws names, lower-case letters and digits, that nobody else draws. `recorded`: of events
         that come once an epoch, the newest epoch that has them. `job`: its id. `pid` is what `ftctl` is told.
         It leads in `term`, and decides nothing before the time `settled`: until then somebody may obey
         another. `spent`: what the job's time went to until so many seconds `ago`, as a predecessor has noted
-        it."""
+        it. `wall`: when this one begins, in all seconds."""
         self.cluster = ClusterState(settings, job_dir, Groups(settings.start), term)
         self._out = Emitter(self.cluster, recorded)
         self._recovery = RecoveryCoordinator(self.cluster, self._out, ids, settled)
@@ -107,25 +87,23 @@ class Controller:
         self._commands = OperatorCommands(self._recovery, self._changeovers)
         self._slow = SlowNodes(self._recovery, self._changeovers)
         self._admission = Admission(self._recovery, self._devices)
-        self._reports = Reports(self._recovery, self._hangs, self._changeovers)
-        self._succession = Succession(self._recovery, self._reports)
-        self._worker_failures = WorkerFailures(self._recovery)
-        self._node_failures = NodeFailures(self._recovery)
+        self._scripts = ScriptEnds(self._recovery)
+        self._reports = Reports(self._recovery, self._hangs, self._changeovers, self._scripts)
+        self._worker_failures = WorkerFailures(self._recovery, self._scripts)
+        self._node_failures = NodeFailures(self._recovery, self._scripts)
         self._termination = Termination(self._recovery, self._node_failures)
-        self._script = ScriptSettings(self._recovery, self._decisions)
-        self._spent = spent, ago
-        self._began = False
-        self._observer: Observer
-        self.view: JobView
-        """The job as others see it; there once anything has happened."""
+        self._succession = Succession(self._recovery, self._scripts, self._termination, self._on_news)
+        self._script_settings = ScriptSettings(self._recovery, self._decisions)
+        self._observer = Observer(Account(wall, spent, ago), wall)
+        self.view = JobView(self._recovery, self._hangs, self._slow, self._observer, pid)
+        """The job as others see it."""
         self._questions = ctl.Questions()
         self._reporter = ProgressReporter()
-        self._job, self._pid = job, pid
+        self._job = job
         self._session = ids()
-        self._arriving = 0
-        """Connections that have not said yet who they are."""
-        self._not_written = (0, -1)
-        """The epoch and version of the last durable checkpoint that failed."""
+        if spent is None:
+            about = f"{settings.nnodes} nodes of {settings.nproc_per_node} workers"
+            self._out.record("started", about, time=TimeGoes())
 
     @property
     def phase(self) -> Phase:
@@ -140,73 +118,66 @@ class Controller:
             isinstance(phase, Running) and self._recovery.progress.all_stepped
         )
 
-    def handle(self, event: Event, now: float, wall: float | None = None) -> list[Effect]:
+    def handle(self, event: e.Event, now: float, wall: float | None = None) -> list[e.Effect]:
         """What to do about `event`, in order. `now`: seconds for which this process was awake; `wall`: all
         seconds, if it was not always."""
         wall = now if wall is None else wall
         self._out.begin(now, wall)
-        if not self._began:
-            (spent, ago), self._began = self._spent, True
-            self._observer = Observer(Account(wall, spent, ago), wall)
-            self.view = JobView(self._recovery, self._hangs, self._slow, self._observer, self._pid)
-            if spent is None:
-                settings = self.cluster.settings
-                about = f"{settings.nnodes} nodes of {settings.nproc_per_node} workers"
-                self._out.record("started", about, time=TimeGoes())
         self._handle(event)
-        self._termination.let_go()
+        self._termination.let_go()  # first: who is told to end is not decided about
         self._decisions.settle()
-        if isinstance(event, Tick):
+        if isinstance(event, e.Tick):
             self._tell_progress()
-        return self._observer.read(self._out.effects, self.cluster, self.phase, now, wall)
+        return self._observer.read(self._out.take(), self.cluster, self.phase, now, wall)
 
-    def _handle(self, event: Event) -> None:
-        if isinstance(event, Greeted):
-            self._greet(event.peer, event.hello)
-        elif isinstance(event, Received):
-            self._receive(event.peer, event.message)
-        elif isinstance(event, MessageBatch):
+    def _handle(self, event: e.Event) -> None:
+        if isinstance(event, e.Greeted):
+            self._on_greeted(event.peer, event.hello)
+        elif isinstance(event, e.Received):
+            self._on_received(event.peer, event.message)
+        elif isinstance(event, e.MessageBatch):
             for peer, message in event.messages:
-                self._receive(peer, message)
-        elif isinstance(event, Pulsed):
-            self._pulsed(event.pulses)
-        elif isinstance(event, Tick):
+                self._on_received(peer, message)
+        elif isinstance(event, e.Pulsed):
+            self._on_pulsed(event.pulses)
+        elif isinstance(event, e.Tick):
             self._tick()
-        elif isinstance(event, Disconnected):
-            self._disconnected(event.peer)
-        elif isinstance(event, Admitted):
-            self._heard()
-        elif isinstance(event, Arriving):
-            self._arriving = event.connections
-        elif isinstance(event, Refused):
+        elif isinstance(event, e.Disconnected):
+            self._on_disconnected(event.peer)
+        elif isinstance(event, e.Admitted):
+            self._succession.on_heard()
+        elif isinstance(event, e.Arriving):
+            self._succession.on_arriving(event.connections)
+        elif isinstance(event, e.Refused):
             log.warning("refused: %s", event.reason)
             self._out.record("refused", event.reason)
-        elif isinstance(event, Terminate):
+        elif isinstance(event, e.Terminate):
             self._termination.on_signal()
-        elif isinstance(event, LauncherGone):
+        elif isinstance(event, e.LauncherGone):
             self._recovery.end_job(1, "ftrun is gone", at_once=True)
-        elif isinstance(event, Failed):
+        elif isinstance(event, e.Failed):
             why = f"{FAILURES} controllers in a row have failed, this one of {event.error}"
             self._recovery.end_job(1, why, at_once=True)
         else:
             assert_never(event)
 
-    def _greet(self, peer: Peer, hello: m.AgentHello) -> None:
+    def _on_greeted(self, peer: e.Peer, hello: m.AgentHello) -> None:
         """An agent is there, or again. Its greeting is a report too."""
         cluster, node = self.cluster, Node.of(peer, hello, self._out.now)
         if hello.job not in ("", self._job):
             self._turn_away(peer, hello)
             return
         if hello.term > cluster.term and not cluster.settings.leadership:
-            self._out.emit(Refuse(f"node {hello.node} obeys a controller of term {hello.term}"), Close(peer))
+            reason = f"node {hello.node} obeys a controller of term {hello.term}"
+            self._out.emit(e.Refuse(reason), e.Close(peer))
             return
         if hello.term > cluster.term:
-            self._out.emit(Resign(hello.term))
+            self._out.emit(e.Resign(hello.term))
             return
-        self._out.emit(Send(peer, m.LeaderHello(cluster.term, self._session, self._job)))
-        self._heard()
+        self._out.emit(e.Send(peer, m.LeaderHello(cluster.term, self._session, self._job)))
+        self._succession.on_heard()
         if isinstance(self.phase, Done):  # it has come while the others are told
-            self._out.emit(Send(peer, m.Shutdown(code=self.phase.code)), Close(peer))
+            self._out.emit(e.Send(peer, m.Shutdown(code=self.phase.code)), e.Close(peer))
             return
         if self._succession.turn_away_if_replaced(node):
             return
@@ -214,19 +185,19 @@ class Controller:
             self._recovery.strikes_changed = True
         known = cluster.nodes.get(node.name)
         if known is not None:
-            self._out.emit(Close(known.peer))
+            self._out.emit(e.Close(known.peer))
             node.liveness.pulses = known.liveness.pulses
         cluster.add(node)
-        self._admission.joined(node, known)
-        self._recovery.failure_detector.greeted(node.name)
+        self._admission.on_joined(node, known)
+        self._recovery.failure_detector.on_greeting(node.name)
         self._succession.rebuild_if_newer_plan(epoch_of(node.greeted_with))
         if not cluster.is_of_before_the_restart(node):
-            cluster.seen_at(node.holdings.versions())
+            cluster.versions.seen(node.holdings.versions())
         if isinstance(self.phase, Forming | Rebuilding):
             cluster.epoch = max(cluster.epoch, node.holdings.epoch, cluster.plan_epoch)
         if node.holdings.configured is not None:
-            self._script.on_use(node.holdings.configured)
-        self._script.tell(node)
+            self._script_settings.on_use(node.holdings.configured)
+        self._script_settings.tell(node)
         if known is None:
             self._termination.on_node_joined()
             if isinstance(self.phase, Forming):
@@ -234,11 +205,11 @@ class Controller:
             if not isinstance(self.phase, Rebuilding):  # or all of them come again
                 self._look_for_its_like(node)
             self._out.record("joined", node=node.name, agent_pid=hello.pid, domain=hello.domain)
-            self._recovery.prestart.node_joined()
-        self._hear(node)
+            self._recovery.prestart.on_node_joined()
+        self._succession.hear(node)
         self._reports.on_greeting(node, known is not None)
 
-    def _turn_away(self, peer: Peer, hello: m.AgentHello) -> None:
+    def _turn_away(self, peer: e.Peer, hello: m.AgentHello) -> None:
         """Refuse an agent of a former job that had this address and secret: what it knows is nothing of this
         one."""
         reason = (
@@ -247,7 +218,7 @@ class Controller:
         )
         if not self.cluster.settings.leadership:
             reason += f"; or, to go on with that job, end this one and start it with --rdzv-id {hello.job}"
-        self._out.emit(Refuse(reason), Send(peer, m.OtherJob(self._job)), Close(peer))
+        self._out.emit(e.Refuse(reason), e.Send(peer, m.OtherJob(self._job)), e.Close(peer))
 
     def _look_for_its_like(self, node: Node) -> None:
         """Warn of two nodes that were started with the same rank: only one of them trains."""
@@ -258,51 +229,46 @@ class Controller:
         if len(others) > 1:
             names = " and ".join(sorted(others))
             said = f"ftrun: {names} were all started with --node-rank {rank}: one trains, the others stand by"
-            self._out.emit(PrintConsole(said, "WARNING"))
+            self._out.emit(e.PrintConsole(said, "WARNING"))
 
-    def _pulsed(self, pulses: Iterable[m.Pulse]) -> None:
+    def _on_pulsed(self, pulses: Iterable[m.Pulse]) -> None:
         """Nodes that have greeted live, unless this was said to another controller."""
         nodes, session, now = self.cluster.nodes, self._session, self._out.now
         for pulse in pulses:
             if pulse.session == session and (node := nodes.get(pulse.node)) is not None:
                 node.liveness.pulse(now, pulse.number, pulse.stalled)
 
-    def _heard(self) -> None:
-        """Somebody who knows the secret was heard."""
-        if isinstance(self.phase, Rebuilding):
-            self.phase.heard_at = self._out.now
-
-    def _disconnected(self, peer: Peer) -> None:
-        self._questions.disconnected(peer)
+    def _on_disconnected(self, peer: e.Peer) -> None:
+        self._questions.on_disconnected(peer)
         if (node := self.cluster.peers.get(peer)) is not None:
-            self._node_failures.disconnected(node)
+            self._node_failures.on_disconnected(node)
 
-    def _receive(self, peer: Peer, message: m.Message) -> None:
+    def _on_received(self, peer: e.Peer, message: m.Message) -> None:
         if (node := self.cluster.peers.get(peer)) is not None:
             node.liveness.hear(self._out.now)
-            self._on_agent(node, message)
+            self._on_agent_message(node, message)
         elif isinstance(message, m.AskStatus):
-            self._out.emit(Send(peer, self.view.status()))
+            self._out.emit(e.Send(peer, self.view.status()))
         elif isinstance(message, m.AskRows):
             self._out.emit(*self._questions.list_rows(self.cluster, peer, message, self._out.now))
         elif isinstance(message, m.AskMore):
             self._out.emit(*self._questions.more(peer))
         elif isinstance(message, m.Inject):
-            self._commands.inject(peer, message)
+            self._commands.on_inject(peer, message)
         elif isinstance(message, m.AskHosts):
             self._out.emit(*ctl.hosts(self.cluster, peer))
         elif isinstance(message, m.Forgive):
-            self._commands.forgive(peer, message.node)
+            self._commands.on_forgive(peer, message.node)
         elif isinstance(message, m.DrainNode):
-            self._changeovers.drain(peer, message.node)
+            self._changeovers.on_drain(peer, message.node)
         elif isinstance(message, m.DescribeRole | m.DescribeFlight):
             self._out.emit(*self._questions.ask(self.cluster, peer, message, self._out.now))
         else:  # it is lost: what it had said before is of no use, and it will greet again
-            self._out.emit(Close(peer))
+            self._out.emit(e.Close(peer))
 
     # -- what agents say -----------------------------------------------------------------------
 
-    def _on_agent(self, node: Node, message: m.Message) -> None:
+    def _on_agent_message(self, node: Node, message: m.Message) -> None:
         """Handle what is understood without a plan; the rest once the plan is known."""
         cluster = self.cluster
         if isinstance(message, m.Heartbeat):  # first, since nearly all are
@@ -311,22 +277,19 @@ class Controller:
             if cluster.report(node, message):
                 self._recovery.reconsider()
             else:  # it will say everything
-                self._out.emit(Close(node.peer))
+                self._out.emit(e.Close(node.peer))
         elif isinstance(message, m.KeptState):
-            self._succession.adopt_plan(node, message)
+            self._succession.on_kept_state(node, message)
         elif isinstance(message, m.Hosts):
             node.hosts = [*(node.hosts if message.first else []), *message.hosts]
         elif isinstance(message, m.NodesProbed):
-            self._node_failures.probed(node, message)
+            self._node_failures.on_probed(node, message)
         elif isinstance(message, m.Idle):
             node.waiting = message.idle
             if isinstance(self.phase, Waiting):
                 self._recovery.reconsider()
-        elif not self._succession.plan_known:
-            node.messages_before_plan.append(message)
         else:
-            self._hear(node)  # in the order in which it was said
-            self._on_news(node, message)
+            self._succession.hear(node, message)
 
     def _on_news(self, node: Node, message: m.Message) -> None:
         cluster, now = self.cluster, self._out.now
@@ -338,128 +301,94 @@ class Controller:
             ) if cluster.has_successor(role, epoch):
                 pass
             case m.WorkerLost():
-                self._worker_failures.worker_lost(node, message)
+                self._worker_failures.on_worker_lost(node, message)
             case m.NoIdleWorker(role=role) if self._recovery.prestart.concerns(role, node.name):
                 self._out.emit(*self._recovery.prestart.fail(cluster, f"no idle worker on {node.name}"))
             case m.RestoreFailed(epoch=cluster.epoch, role=role, reason=reason):
-                self._node_failures.restore_failed(node, f"role {role} on {node.name}: {reason}", role)
+                self._node_failures.on_restore_failed(node, f"role {role} on {node.name}: {reason}", role)
             case m.NoIdleWorker(epoch=cluster.epoch, role=role):
                 self._recovery.fail(f"role {role} on {node.name}: no idle worker on its node", [role])
             case m.Checksums():
-                self._corruption.heard(node, message)
+                self._corruption.on_checksums(node, message)
             case m.Restored() | m.Stepped() | m.Reopened():
                 self._reports.on_progress(message)
             case m.Configure():
-                self._script.on_question(node, message)
+                self._script_settings.on_question(node, message)
             case m.Configured(configured=values):
                 node.holdings.configured = values
-                self._script.answer_if_used()
+                self._script_settings.answer_if_used()
             case m.RoleState():
-                self._out.emit(*self._questions.described(cluster, message))
+                self._out.emit(*self._questions.on_role_state(cluster, message))
             case m.RoleFlight():
-                self._out.emit(*self._questions.flight(message))
+                self._out.emit(*self._questions.on_role_flight(message))
             case m.RoleLayout():
                 cluster.lay_out(message)
             case m.Trained():
-                self._out.emit(*self._recovery.samples.trained(cluster, message))
+                self._out.emit(*self._recovery.samples.on_trained(cluster, message))
             case m.OperationCounts():
-                self._out.emit(*self._recovery.prestart.counted(cluster, message))
+                self._out.emit(*self._recovery.prestart.on_counts(cluster, message))
             case m.Issued() if self._recovery.prestart.concerns(message.role, node.name):
                 pass  # another worker of this role takes part
-            case m.Issued() if isinstance(self.phase, Running):
-                if (found := self._recovery.completion.answered(message, cluster.plan_epoch)) is not None:
-                    self._recovery.escalate(EscalationCause(found))
+            case m.Issued():
+                self._scripts.on_issued(message)
             case m.Prepared(role, counts):
                 running = isinstance(self.phase, Running)
-                started = self._recovery.prestart.prepared(cluster, node.name, role, counts, running, now)
+                started = self._recovery.prestart.on_prepared(cluster, node.name, role, counts, running, now)
                 self._out.emit(*started)
             case m.PausedAtStep(epoch=cluster.epoch, role=role, version=version):
-                self._out.emit(StepDone(version))  # all of this step's time has been well spent
-                self._changeovers.stopped(role)
+                self._changeovers.on_paused(role, version)
             case m.Unprotected():
-                self._worker_failures.runs_unprotected(message)
+                self._worker_failures.on_unprotected(message)
             case m.Suspect(epoch=epoch):
                 if epoch == cluster.epoch:
-                    self._node_failures.suspected(node, message)
+                    self._node_failures.on_suspect(node, message)
             case m.DurableNames():
-                if self._recovery.checkpoints.answered(node, message):
-                    self._script.answer_if_used()
+                if self._recovery.checkpoints.on_names(node, message):
+                    self._script_settings.answer_if_used()
                     self._recovery.decision_due = True
-            case m.DurableWritten(role=role, version=version, seconds=seconds):
-                self._out.record("durable", roles=[role], version=version)
-                self._out.emit(PartWritten(version, cluster.settings.world_size, seconds))
-            case m.DurableFailed(version=version):
-                # One event a checkpoint: the other roles' parts fail of the same, or because this one did.
-                if (cluster.epoch, version) != self._not_written:
-                    self._not_written = (cluster.epoch, version)
-                    reason = f"node {node.name}: {message.reason}"
-                    self._out.record("durable_failed", reason, [message.role], version=version)
+            case m.DurableWritten():
+                self._reports.on_durable_written(message)
+            case m.DurableFailed():
+                self._reports.on_durable_failed(node, message)
             case m.VersionSaved():
-                self._decisions.final_save.answered(message)
+                self._decisions.final_save.on_saved(message)
             case m.Completed():
-                self._recovery.completion.said(message)
-                self._recovery.release_if_complete()
+                self._scripts.on_completed(message)
             case m.Finished(role=role):
-                self._recovery.role_finished(role)
+                self._scripts.on_finished(role)
             case m.Leaving():
                 self._termination.on_node_told(node)
-                self._changeovers.told(node)
+                self._changeovers.on_told(node)
             case m.Notice():
-                self._changeovers.notice(node, message)
+                self._changeovers.on_notice(node, message)
             case m.DeviceFinding():
-                self._devices.found(node, message)
+                self._devices.on_finding(node, message)
             case m.NodeChecked():
-                self._admission.answered(node, message)
+                self._admission.on_checked(node, message)
             case m.Left():
                 self._termination.on_node_left(node)
-            case m.RestoreFailed() | m.NoIdleWorker() | m.PausedAtStep() | m.Issued():
+            case m.RestoreFailed() | m.NoIdleWorker() | m.PausedAtStep():
                 pass  # of an epoch that is over
             case m.Flights():
-                self._hangs.answered(node.name, message)
+                self._hangs.on_flights(node.name, message)
             case _:
                 raise TypeError(f"{type(message).__name__} is nothing that an agent says")
 
     # -- the rest ------------------------------------------------------------------------------
 
-    def _hear(self, node: Node) -> None:
-        """Handle what a node said with its greeting, and before the plan was known."""
-        if self._succession.plan_known:
-            said, node.messages_before_plan = node.messages_before_plan, []
-            for message in said:
-                self._on_news(node, message)
-
-    def _rebuild(self, phase: Rebuilding) -> None:
-        """Go on once everybody was heard, or it is clear who does not come."""
-        cluster, now = self.cluster, self._out.now
-        phase.newest = takeover.newest(cluster)
-        if not self._succession.plan_known:
-            self._out.emit(*takeover.ask(cluster, phase, now))
-            return
-        for node in list(cluster.nodes.values()):
-            self._hear(node)
-        if self.phase is not phase:
-            return
-        if cluster.plan is None:
-            self._recovery.transition(Forming(now))  # those who knew of a plan are gone again
-        elif now >= self._recovery.settled and takeover.complete(cluster, phase, self._arriving, now):
-            self._termination.look_whether_all_leave()
-            self._succession.take_over(phase, cluster.plan)
-
     def _tick(self) -> None:
         now = self._out.now
         self._termination.tick()
-        self._node_failures.check()
+        self._node_failures.tick()
         self._recovery.tell_of_strikes()
         self._out.emit(*self._questions.tick(now))
-        self._script.answer_if_used()
+        self._script_settings.answer_if_used()
         if isinstance(self.phase, Forming | Waiting | Saving):
-            self._recovery.decision_due = True
-        elif isinstance(self.phase, Rebuilding):
-            self._rebuild(self.phase)
-        if isinstance(self.phase, Running):
-            self._reports.ask_about_script_end()
-        self._hang_response.check()
-        self._corruption.check()
+            self._recovery.decision_due = True  # it depends on the time as well
+        self._succession.tick()
+        self._scripts.tick()
+        self._hang_response.tick()
+        self._corruption.tick()
         self._slow.tick()
         self._admission.tick()
         self._changeovers.follow_notices()

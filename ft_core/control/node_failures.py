@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ft_core.control.cluster_state import Node
+from ft_core.control.cluster.node import Node
 from ft_core.control.decide.next_epoch import can_be_spared
 from ft_core.control.liveness import strikes
 from ft_core.control.liveness.links import Broken, Pair
@@ -10,6 +10,7 @@ from ft_core.control.observe.observations import FirstSign
 from ft_core.control.phases import Quiescing, Running, Waiting
 from ft_core.control.prestart.draining import can_shrink
 from ft_core.control.recovery import RecoveryCoordinator
+from ft_core.control.script_ends import ScriptEnds
 from ft_core.protocol import messages as m
 from ft_core.protocol.domains import place
 
@@ -17,8 +18,9 @@ from ft_core.protocol.domains import place
 class NodeFailures:
     """The nodes that one controller loses sight of."""
 
-    def __init__(self, recovery: RecoveryCoordinator) -> None:
-        self._recovery, self._cluster, self._out = recovery, recovery.cluster, recovery.out
+    def __init__(self, recovery: RecoveryCoordinator, scripts: ScriptEnds) -> None:
+        self._recovery, self._scripts = recovery, scripts
+        self._cluster, self._out = recovery.cluster, recovery.out
         self._detector = recovery.failure_detector
 
     def node_lost(self, node: Node, why: str, fault: m.Fault = m.Fault.NODE) -> None:
@@ -34,7 +36,7 @@ class NodeFailures:
         none, nobody stops: the others are told where no more copies are to be kept.
         """
         cluster, recovery, out = self._cluster, self._recovery, self._out
-        out.emit(*recovery.draining.lost(cluster, node.name))
+        out.emit(*recovery.draining.on_node_lost(cluster, node.name))
         cluster.drop(node)
         out.emit(FirstSign(out.wall - node.liveness.silence(out.now)))
         if fault is m.Fault.NODE and not node.liveness.ended:
@@ -51,33 +53,33 @@ class NodeFailures:
             recovery.tell_of_nodes()
             recovery.reconsider()
 
-    def restore_failed(self, node: Node, reason: str, role: int) -> None:
+    def on_restore_failed(self, node: Node, reason: str, role: int) -> None:
         """A role cannot have its state. Before it is decided again: does its node reach those who have it?"""
         self._recovery.fail(reason, [role])
         if self._recovery.recovering:
             self._detector.fetch_failed(node.name, reason, self._out.now)
 
-    def suspected(self, node: Node, said: m.Suspect) -> None:
+    def on_suspect(self, node: Node, said: m.Suspect) -> None:
         """A worker saw connections break in this epoch."""
-        self._detector.suspected(node.name, said.reason, self._out.now)
+        self._detector.on_suspect(node.name, said.reason, self._out.now)
         self._out.record("suspected", said.reason, [said.role])
         if said.by_link:  # also where nobody has to be replaced
             self._recovery.strike(strikes.of_link(node.name, said), node.hello.domain)
             self._recovery.tell_of_strikes()
-        self._recovery.escalate_if_waited_for()
+        self._scripts.escalate_if_waited_for()
 
-    def disconnected(self, node: Node) -> None:
+    def on_disconnected(self, node: Node) -> None:
         """A node's connection has ended. It may come back, unless others find that its process has ended:
         they are asked at once."""
-        self._detector.disconnected(node, self._out.now)
+        self._detector.on_disconnected(node, self._out.now)
         self._judge()
 
-    def probed(self, node: Node, answer: m.NodesProbed) -> None:
+    def on_probed(self, node: Node, answer: m.NodesProbed) -> None:
         """A node says which others it reaches."""
-        if self._detector.probed(node, answer):
+        if self._detector.on_probed(node, answer):
             self._judge()
 
-    def check(self) -> None:
+    def tick(self) -> None:
         """Look who has been silent for too long and, where connections broke, who does not reach whom."""
         self._judge()
         phase = self._recovery.phase
@@ -114,7 +116,7 @@ class NodeFailures:
             if recovery.note_wait_reason(what):
                 recovery.tell_it_waits(what, [])
             return
-        self._detector.ends()
+        self._detector.forget_broken()
         if broken is not None:
             one, other = broken.ends
             node = cluster.nodes[replaced]

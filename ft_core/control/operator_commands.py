@@ -19,7 +19,7 @@ class OperatorCommands:
         self._recovery, self._changeovers = recovery, changeovers
         self._cluster, self._out = recovery.cluster, recovery.out
 
-    def inject(self, peer: Peer, asked: Inject) -> None:
+    def on_inject(self, peer: Peer, asked: Inject) -> None:
         """Kill a role's worker, or a whole node."""
         cluster, role = self._cluster, asked.role
         node = cluster.nodes.get(cluster.places.get(role, "") if role is not None else asked.node or "")
@@ -31,7 +31,7 @@ class OperatorCommands:
         self._out.send(node, KillWorker(role=role))
         self._out.emit(Send(peer, Injected(killed=node.name if role is None else role)))
 
-    def forgive(self, peer: Peer, node: NodeName) -> None:
+    def on_forgive(self, peer: Peer, node: NodeName) -> None:
         """Forget what counts against a node."""
         cluster, out, where = self._cluster, self._out, place(node)
         if where not in cluster.strikes.places() | {place(name) for name in cluster.nodes}:
@@ -41,4 +41,4 @@ class OperatorCommands:
         out.record("forgiven", f"ftctl nodes forgive {where}: {count} strikes", node=where)
         out.emit(Send(peer, Forgiven(where, count)))
         self._recovery.strikes_changed = True
-        self._changeovers.forgiven(where)
+        self._changeovers.forgive(where)

@@ -11,7 +11,7 @@ import math
 from collections import deque
 from statistics import median
 
-from ft_core.control.cluster_state import ClusterState
+from ft_core.control.cluster.state import ClusterState
 from ft_core.control.prestart.stop import Stop
 from ft_core.settings import AUTO
 

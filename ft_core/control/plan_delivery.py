@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ft_core.control.cluster_state import ClusterState, Node
+from ft_core.control.cluster.node import Node
+from ft_core.control.cluster.state import ClusterState
 from ft_core.control.decide import plans
 from ft_core.control.events import Effect, Send
 from ft_core.protocol import messages as m

@@ -27,7 +27,7 @@ class Protection:
         """Why nothing is protected now; empty, if it is."""
         return self.unprotected or self._so_far
 
-    def said(self, message: Unprotected, *, trained: bool) -> None:
+    def on_unprotected(self, message: Unprotected, *, trained: bool) -> None:
         """A script does without fault tolerance, has until now, or does so from now on. `trained`: whether a
         role has reached training."""
         if message.so_far:

@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from ft_core.control.cluster_state import ClusterState
-from ft_core.control.completion import Completion
+from ft_core.control.cluster.completion import Completion
+from ft_core.control.cluster.progress import Progress
+from ft_core.control.cluster.state import ClusterState
 from ft_core.control.decide import ladder, plans
 from ft_core.control.decide.durable_names import Checkpoints
 from ft_core.control.decide.ladder import Escalation, EscalationCause, Failure, Rung
@@ -38,7 +39,6 @@ from ft_core.control.phases import (
 from ft_core.control.plan_delivery import PlanDelivery
 from ft_core.control.prestart.attempts import Prestart
 from ft_core.control.prestart.draining import Draining
-from ft_core.control.progress import Progress
 from ft_core.control.protection import Protection
 from ft_core.control.samples import Samples
 from ft_core.process.transitions import follow
@@ -87,7 +87,7 @@ class RecoveryCoordinator:
         """What was said last of what the job waits for."""
         self._ids = ids
         cluster.stepped_epoch = out.recorded_in("resumed")
-        cluster.script_resumes = bool(out.recorded_in("resumes"))
+        cluster.script.resumes = bool(out.recorded_in("resumes"))
 
     @property
     def phase(self) -> Phase:
@@ -117,27 +117,24 @@ class RecoveryCoordinator:
         if own is None:  # whatever was to begin anew here was of another past
             self.escalation = None
             self._workers_to_exit.clear()
-            self.cluster.verified = self.cluster.tainted = None
+            self.cluster.versions.verified = self.cluster.versions.tainted = None
 
     def start_epoch(self, start: NextEpoch, counts: Sequence[tuple[int, m.Counts]] = ()) -> None:
         """Begin an epoch. `counts`: the start-up operations of newcomers that have replayed them already."""
         cluster, before, now = self.cluster, self.cluster.plan, self.out.now
         self.prestart.epoch_begins(start.roles, now)
         self.draining.epoch_begins(cluster)
-        self.failure_detector.begins()
+        self.failure_detector.epoch_begins()
         self.completion.left.clear()
         self.completion.finished -= set(start.newcomers)  # their scripts run once more
         cluster.groups.withdrawn = set()
         cluster.groups.changed(start.version, start.roles)
-        if before is None or (cluster.initial_version is None and start.origin == "durable"):
-            cluster.started_from = start.version, start.origin
-        cluster.tainted = None
-        if cluster.verified is not None:
-            cluster.verified = start.version
+        if before is None or (cluster.versions.initial is None and start.origin == "durable"):
+            cluster.script.started_from = start.version, start.origin
+        cluster.versions.epoch_begins(start.version)
         if start.version is not None:
-            cluster.seen_at([start.version])
             # INV-14 (parts): a durable checkpoint may be of before a part's end.
-            cluster.parts = [end for end in cluster.parts if end <= start.version]
+            cluster.script.parts = [end for end in cluster.script.parts if end <= start.version]
         job = before.job if before is not None else self._ids()
         cluster.takes_part(start.roles, start.newcomers)
         for role, known in counts:
@@ -171,7 +168,7 @@ class RecoveryCoordinator:
         to go on. `between_steps`: all have finished one, and wait for that."""
         cluster = self.cluster
         cluster.epoch = cluster.next_epoch()
-        self.failure_detector.ends()
+        self.failure_detector.forget_broken()
         self.out.emit(*self.prestart.epoch_ends(cluster, self.out.now))
         self.transition(Quiescing(self.out.now))
         self.checkpoints = self.checkpoints.forgotten()
@@ -229,7 +226,7 @@ class RecoveryCoordinator:
             reason = f"{reason}; the job is not protected: {self.protection.unprotected}"
             self.escalate(EscalationCause(reason, tuple(roles), code, fault=fault, node=node))
         else:
-            self.cluster.attempts_without_progress += 1
+            self.cluster.setbacks.attempts_without_progress += 1
             self.last_failure = failure
             self.end_epoch("detected", reason, roles, **more)
 
@@ -247,24 +244,24 @@ class RecoveryCoordinator:
         if self.escalation is not None and not isinstance(self.phase, Running):  # they begin anew already
             self.fail(cause.reason, cause.roles, **about)
             return
-        cluster.note_progress()
+        cluster.setbacks.note_progress(cluster.versions.newest_seen)
         escalation = None
         if not self.leaving and not isinstance(self.phase, Forming):
             unprotected = bool(self.protection.unprotected)
             escalation = ladder.next_rung(
-                cluster.escalation_level,
+                cluster.setbacks.escalation_level,
                 cluster.settings.max_restarts,
                 incompatible=frozenset(incompatible),
-                memory=cluster.trained and not unprotected and not self.completion.released,
+                memory=cluster.versions.trained and not unprotected and not self.completion.released,
                 diverged=cause.fault is m.Fault.DIVERGED,
-                skip_durable=cluster.trained and unprotected,
+                skip_durable=cluster.versions.trained and unprotected,
             )
         if escalation is None:  # INV-7 (ends)
-            how_often = ladder.in_words(cluster.escalation_level)
+            how_often = ladder.in_words(cluster.setbacks.escalation_level)
             self.end_job(cause.code, how_often + cause.recorded, how_often + cause.said)
             return
         self.escalation = escalation
-        cluster.escalation_level, cluster.attempts_without_progress = escalation.level, 0
+        cluster.setbacks.escalation_level, cluster.setbacks.attempts_without_progress = escalation.level, 0
         if escalation.rung is Rung.RESTART:
             self.completion = Completion()
             self.protection.scripts_restart()
@@ -278,13 +275,6 @@ class RecoveryCoordinator:
         else:
             out.record("detected", cause.reason, cause.roles, **about)
             self.end_epoch("begins_anew", words, cause.roles, rung=escalation.rung)
-
-    def escalate_if_waited_for(self) -> None:
-        """Connections that break show that somebody waits for who has left."""
-        broke = self.failure_detector.broke
-        missed = self.completion.missed(broke) if broke else None
-        if missed is not None and not isinstance(self.phase, Done):
-            self.escalate(EscalationCause(missed))
 
     def is_being_replaced(self, role: int) -> bool:
         """Whether the worker of this role was told to end, since going on in place does not help."""
@@ -340,21 +330,6 @@ class RecoveryCoordinator:
         self.out.record("waiting", f"{what}: {how}", roles, time)
         log.warning("%s; waiting for a node: %s", what, how)
 
-    def role_finished(self, role: int) -> None:
-        """A role's script is done; perhaps it was the last one that others wait for at their end."""
-        self.completion.finished.add(role)
-        if not self.end_if_finished():
-            self.release_if_complete()
-
-    def release_if_complete(self) -> None:
-        """Let the workers leave a part of their scripts, once all have come to the end of it."""
-        cluster = self.cluster
-        if not isinstance(self.phase, Running):
-            return
-        if parts := self.completion.passed(cluster.places, cluster.plan_epoch, cluster.parts):
-            cluster.parts = parts
-            self.out.send_to_all(m.Release(parts=parts))
-
     def end_if_finished(self) -> bool:
         """End the job if all scripts are done. Returns whether they are."""
         if not self.completion.over(self.cluster.places):
@@ -388,7 +363,7 @@ class RecoveryCoordinator:
 
     def _has_something_to_save(self) -> bool:
         """Whether a step was done, of which nodes hold what they need to do it once more."""
-        there = isinstance(self.phase, Running | Quiescing | Waiting) and self.cluster.trained
+        there = isinstance(self.phase, Running | Quiescing | Waiting) and self.cluster.versions.trained
         return there and bool(self.cluster.nodes) and not self.protection.unprotected
 
     def finish(self, code: int, reason: str) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from ft_core.control.changeovers import Changeovers
-from ft_core.control.cluster_state import Node, epoch_of
-from ft_core.control.lead import takeover
+from ft_core.control.cluster.node import Node, epoch_of
 from ft_core.control.liveness.hangs.detector import Detector
-from ft_core.control.observe.observations import AllRestored, AllStepped, NodeBeat, StepDone
+from ft_core.control.observe.observations import AllRestored, AllStepped, NodeBeat, PartWritten, StepDone
 from ft_core.control.phases import Done, Forming, Rebuilding, Running, Saving
 from ft_core.control.recovery import RecoveryCoordinator
+from ft_core.control.script_ends import ScriptEnds
 from ft_core.protocol import messages as m
 
 REPEAT = 1.0
@@ -20,8 +20,17 @@ REPEAT = 1.0
 class Reports:
     """Takes in what the agents of one job say while all is well, or seems so."""
 
-    def __init__(self, recovery: RecoveryCoordinator, hangs: Detector, changeovers: Changeovers) -> None:
-        self._recovery, self._hangs, self._changeovers = recovery, hangs, changeovers
+    def __init__(
+        self,
+        recovery: RecoveryCoordinator,
+        hangs: Detector,
+        changeovers: Changeovers,
+        scripts: ScriptEnds,
+    ) -> None:
+        self._recovery, self._hangs = recovery, hangs
+        self._changeovers, self._scripts = changeovers, scripts
+        self._not_written = (0, -1)
+        """The epoch and version of the last durable checkpoint that failed."""
         self._cluster, self._out = recovery.cluster, recovery.out
 
     def on_greeting(self, node: Node, known: bool) -> None:
@@ -29,9 +38,9 @@ class Reports:
         for. `known`: whether it was there before."""
         cluster, recovery, out = self._cluster, self._recovery, self._out
         roles = set(node.holdings.roles)
-        self.hear_of_parts([node])
-        if cluster.parts:
-            out.send(node, m.Release(parts=cluster.parts))
+        self._scripts.on_parts_known([node])
+        if cluster.script.parts:
+            out.send(node, m.Release(parts=cluster.script.parts))
         if kept := cluster.strikes.value(out.now):
             out.send(node, m.KeepStrikes(kept))
         self._remind(node, node.holdings.epoch, roles)
@@ -48,7 +57,7 @@ class Reports:
             # Who has come and gone since the plan was made. From now on it knows what all know.
             out.send(node, recovery.delivery.nodes_without_roles())
         out.emit(*recovery.prestart.back(node, roles))
-        out.emit(*recovery.draining.greeted(cluster, node, known))
+        out.emit(*recovery.draining.on_greeting(cluster, node, known))
         recovery.reconsider()
 
     def _remind(self, node: Node, epoch: int, shown: Collection[int]) -> None:
@@ -98,61 +107,53 @@ class Reports:
         out.emit(NodeBeat(node.name, node.beats, beat, taking_part if counts else {}, newest))
         node.beat(beat)
         node.liveness.beat(out.now)
-        recovery.failure_detector.beat(beat.begun, newest, out.now)
-        self._hangs.beat(taking_part, out.now)
+        recovery.failure_detector.on_beat(beat.begun, newest, out.now)
+        self._hangs.on_beat(taking_part, out.now)
         self._remind(node, beat.epoch, beat.roles.keys())
-        self._changeovers.beat(node.name)
-        recovery.draining.beat(node, beat)
+        self._changeovers.on_beat(node.name)
+        recovery.draining.on_beat(node, beat)
         # Kept here, because a node that is lost takes what it said with it.
-        cluster.seen_at([newest])
+        cluster.versions.seen([newest])
 
     def on_progress(self, message: m.Restored | m.Stepped | m.Reopened) -> None:
         """A role has come further in an epoch; the last one lets all of them have come so far."""
         cluster, recovery, out = self._cluster, self._recovery, self._out
         if cluster.plan is None or message.epoch != cluster.epoch:
             return
-        due = recovery.progress.heard(message)
+        due = recovery.progress.on_progress(message)
         running = isinstance(recovery.phase, Running)
         if isinstance(message, m.Stepped):
-            cluster.seen_at([message.version])
+            cluster.versions.seen([message.version])
             if running:  # what is said again tells nothing of when it was
                 out.emit(StepDone(message.version))
             if due is not None:
-                recovery.prestart.stepped()
+                recovery.prestart.on_stepped()
         if due is None:
             return
         if isinstance(message, m.Restored) and running:
-            out.emit(AllRestored(cluster.epoch, message.version, takeover.share(cluster)))
+            out.emit(AllRestored(cluster.epoch, message.version, cluster.share))
             recovery.protection.asked_for()
         if due.event == "resumed" and running:
             out.emit(AllStepped(due.fields["version"]))
         out.record_once(due.event, **due.fields)
         if due.event == "resumed":
             cluster.stepped_epoch = out.recorded_in("resumed")
-            cluster.compact_catalogue(), cluster.groups.value()  # while nobody waits for it
-            if cluster.script_resumes and not out.recorded_in("resumes"):
+            cluster.catalogue.packed(), cluster.groups.value()  # while nobody waits for it
+            if cluster.script.resumes and not out.recorded_in("resumes"):
                 reason = "should the script have to be started again, it has checkpoints of its own"
                 out.record_once("resumes", reason)
 
-    # -- the ends of scripts, and of their parts ---------------------------------------------------------
+    def on_durable_written(self, message: m.DurableWritten) -> None:
+        """A role's part of a durable checkpoint is on storage."""
+        version, roles = message.version, self._cluster.settings.world_size
+        self._out.record("durable", roles=[message.role], version=version)
+        self._out.emit(PartWritten(version, roles, message.seconds))
 
-    def hear_of_parts(self, nodes: Iterable[Node]) -> None:
-        """A former controller may have let all workers leave a part of their scripts. Of those who have asked
-        it for that, some may be lost since: it is known to the agents of the others."""
-        cluster = self._cluster
-        if isinstance(self._recovery.phase, Forming) or cluster.plan is None:
-            return
-        known = [n.holdings.parts for n in nodes if n.holdings.begun == cluster.plan.id]
-        found = max(known, key=len, default=[])
-        if len(found) > len(cluster.parts):
-            cluster.parts = found
-            self._out.send_to_all(m.Release(parts=found))
-
-    def ask_about_script_end(self) -> None:
-        """Where some have left their script, ask all whether others wait for them."""
-        cluster = self._cluster
-        question = self._recovery.completion.question(
-            cluster.places, cluster.plan_epoch, len(cluster.parts), self._out.now
-        )
-        if question is not None:
-            self._out.send_to_all(question)
+    def on_durable_failed(self, node: Node, message: m.DurableFailed) -> None:
+        """A role's part could not be written. One event a checkpoint: the other roles' parts fail of the
+        same, or because this one did."""
+        checkpoint = self._cluster.epoch, message.version
+        if checkpoint != self._not_written:
+            self._not_written = checkpoint
+            reason = f"node {node.name}: {message.reason}"
+            self._out.record("durable_failed", reason, [message.role], version=message.version)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ft_core.control.cluster_state import ClusterState
+from ft_core.control.cluster.state import ClusterState
 from ft_core.control.events import AppendLedger, Effect, Record
 from ft_core.elastic.ledger import Ledger
 from ft_core.elastic.rules import Membership
@@ -31,11 +31,11 @@ class Samples:
             for epoch in sorted(set(self._unknown) - {plan.epoch}):
                 self._ledger.epoch(epoch, self._unknown[epoch], _json(start))
             self._unknown.clear()
-            self._epoch, cluster.ledger_through = plan.epoch, plan.ledger_through
+            self._epoch, cluster.versions.ledger_through = plan.epoch, plan.ledger_through
             self._ledger.epoch(plan.epoch, plan.version, _json(cluster.groups.membership))
         return self._entered()
 
-    def trained(self, cluster: ClusterState, message: Trained) -> list[Effect]:
+    def on_trained(self, cluster: ClusterState, message: Trained) -> list[Effect]:
         """A role has trained a step's samples."""
         self._waiting.append(message)
         effects = self.begin(cluster)
@@ -50,7 +50,7 @@ class Samples:
             if problem is not None:
                 effects.append(Record("ledger", cluster.epoch, problem))
             if each.epoch == self._epoch or each.step <= (cluster.current_plan.version or 0):
-                cluster.ledger_through = max(cluster.ledger_through, each.step)
+                cluster.versions.ledger_through = max(cluster.versions.ledger_through, each.step)
         self._waiting.clear()
         return effects + self._entered()
 

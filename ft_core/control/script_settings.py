@@ -11,7 +11,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from ft_core.control.cluster_state import ClusterState, Node
+from ft_core.control.cluster.node import Node
+from ft_core.control.cluster.state import ClusterState
 from ft_core.control.decisions import Decisions
 from ft_core.control.events import Peer, Send
 from ft_core.control.phases import Running
@@ -69,13 +70,13 @@ class ScriptSettings:
         # INV-13 (settings): no role trains before all use the same. The directory may be known only now: then
         # nobody has begun to train without what is in it.
         durable = self._decisions.ask_durable_versions(cluster.roles_by_node)
-        untrained = cluster.initial_version is None and not cluster.restart_epoch
-        begins = untrained and cluster.started_from[1] != "durable"
+        untrained = cluster.versions.initial is None and not cluster.script.restart_epoch
+        begins = untrained and cluster.script.started_from[1] != "durable"
         if durable is None or (begins and self._decisions.end_if_storage_unreadable()):
             return
         if durable and begins:
             version = max(durable)
-            cluster.started_from = version, "durable"
+            cluster.script.started_from = version, "durable"
             reason = f"training starts from the durable checkpoint of step {version}"
             self._recovery.end_epoch("configured", reason, [])
             return

@@ -22,34 +22,10 @@ from typing import get_args
 import msgspec
 
 from ft_core import leadership
-from ft_core.control.events import (
-    Admitted,
-    AppendLedger,
-    Arriving,
-    Close,
-    Disconnected,
-    Effect,
-    End,
-    Event,
-    Failed,
-    Greeted,
-    LauncherGone,
-    MessageBatch,
-    Peer,
-    PrintConsole,
-    Pulsed,
-    Received,
-    Record,
-    Refuse,
-    Refused,
-    Resign,
-    Send,
-    Terminate,
-    Tick,
-)
+from ft_core.control import events as e
+from ft_core.control import pulse_listener
 from ft_core.control.hooks import AT_THE_END, Hooks
 from ft_core.control.lead.lease_renewer import LeaseRenewer
-from ft_core.control.liveness import pulses
 from ft_core.control.machine import FAILURES, Controller
 from ft_core.control.observe.inside import Reply
 from ft_core.control.observe.metrics import PAGES
@@ -66,6 +42,7 @@ from ft_core.process.lines import LOG_CONTEXT
 from ft_core.process.refusals import Refusals
 from ft_core.process.tasks import Tasks
 from ft_core.protocol import acceptor, handshake
+from ft_core.protocol import messages as m
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.bundle import Bundle, OrBundle
 from ft_core.protocol.codec import encode
@@ -73,21 +50,6 @@ from ft_core.protocol.connection import Connection
 from ft_core.protocol.goodput import Spent
 from ft_core.protocol.http import Numbering, Site, called
 from ft_core.protocol.http_server import Server
-from ft_core.protocol.messages import (
-    FROM_CLIENT,
-    AgentHello,
-    CtlHello,
-    Denied,
-    FromAgent,
-    FromCtl,
-    Hosts,
-    Message,
-    Pulse,
-    RouteRequest,
-    Shutdown,
-    ToCtl,
-    UseRelay,
-)
 from ft_core.protocol.pulses import receiver
 from ft_core.protocol.sockets import listen, split_address
 from ft_core.settings import Settings, job_id, read_secret
@@ -108,11 +70,11 @@ LAST_LINES = 3.0
 """Seconds that files, the console and the nodes have, each, to take what is still to be told at the end."""
 
 _MAY_SAY: dict[type, tuple[type, ...]] = {
-    AgentHello: get_args(FromAgent),
-    CtlHello: get_args(FromCtl),
+    m.AgentHello: get_args(m.FromAgent),
+    m.CtlHello: get_args(m.FromCtl),
 }
 """What may be said after each kind of greeting."""
-_CLIENTS = OrBundle(FROM_CLIENT)
+_CLIENTS = OrBundle(m.FROM_CLIENT)
 
 _DURABLE = b'"event": "durable",'
 """What a line of `events.jsonl` has that tells of a role's part of a checkpoint."""
@@ -150,7 +112,7 @@ class Shell:
         self._leader, self._lease = leader, leader.lease if leader is not None else Lease(1)
         self.newer = 0
         """A term above this one, in which somebody leads or has led; 0: none is known."""
-        self._held: list[Effect] | None = None
+        self._held: list[e.Effect] | None = None
         """The job's end, until that is agreed to by whoever keeps the lease."""
         self._agreed = False
         self._secret = read_secret(job_dir)
@@ -168,17 +130,18 @@ class Shell:
             settled=settled,
             spent=self.notes.spent,
             ago=time.time() - self.notes.at,
+            wall=time.monotonic(),
         )
         self._hooks = Hooks(settings.hooks, {"FT_JOB_ID": self.job, "FT_JOB_DIR": str(job_dir)})
         self.clock = AwakeClock(2 * TICK)
         self._collector = WhenQuiet()
-        self._refusals = Refusals(lambda reason: self._handle(Refused(reason)))
+        self._refusals = Refusals(lambda reason: self._handle(e.Refused(reason)))
         self._numbers = itertools.count()
-        self._channels: dict[Peer, Client | Member | Reply] = {}
+        self._channels: dict[e.Peer, Client | Member | Reply] = {}
         self._tree = Tree(
             settings, self._enter, self._heard, self._heard_together, self._left, self._refusals.add
         )
-        self._tables: dict[int, tuple[Hosts, bytes]] = {}
+        self._tables: dict[int, tuple[m.Hosts, bytes]] = {}
         """The tables that were sent last, encoded, by the identity of the message."""
         self._arriving = 0
         self._done: asyncio.Future[int | None]
@@ -201,18 +164,18 @@ class Shell:
         tasks = Tasks(self._fail)
         listener, datagrams = await self._listen()
         tasks.spawn(acceptor.serve(listener, self._secret, "the controller", self._accept))
-        self._handle(Arriving(0))  # it begins
+        self._handle(e.Arriving(0))  # it begins
         LOG_CONTEXT.about = lambda: {
             "epoch": self.machine.cluster.epoch,
             "step": self.machine.view.account.version,
         }
         http = self._serve_http()
         if self._leader is None:  # or it goes when its node does, see `control.lead.candidate`
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._handle, Terminate())
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._handle, e.Terminate())
         tasks.spawn(self._tick())
         tasks.spawn(self._beat())
         try:
-            with pulses.heard(datagrams, self._secret, self._pulsed, self._refusals.add):
+            with pulse_listener.heard(datagrams, self._secret, self._pulsed, self._refusals.add):
                 code = await self._done
                 sigterm.ignore()
                 if code is not None:
@@ -261,21 +224,21 @@ class Shell:
         server.start(self.job_dir)
         return server
 
-    def _ask(self, question: FromCtl) -> concurrent.futures.Future[ToCtl]:
+    def _ask(self, question: m.FromCtl) -> concurrent.futures.Future[m.ToCtl]:
         """What `ftctl` may ask, for somebody in this process."""
         loop, peer, reply = asyncio.get_running_loop(), next(self._numbers), Reply()
         self._channels[peer] = reply
 
         def over() -> None:
             del self._channels[peer]
-            self._handle(Disconnected(peer))
+            self._handle(e.Disconnected(peer))
 
         def done(_: object) -> None:
             with contextlib.suppress(RuntimeError):  # the job is over
                 loop.call_soon_threadsafe(over)
 
         reply.answer.add_done_callback(done)
-        self._handle(Received(peer, question))
+        self._handle(e.Received(peer, question))
         return reply.answer
 
     async def _listen(self) -> tuple[socket.socket, socket.socket]:
@@ -307,10 +270,10 @@ class Shell:
         while True:
             await asyncio.sleep(TICK)
             if parent.gone():
-                self._handle(LauncherGone())
+                self._handle(e.LauncherGone())
             self._tree.tick(self.clock.tick())
             self._refusals.tick()
-            self._handle(Tick())
+            self._handle(e.Tick())
             self._collector.tick(self.machine.busy, self.clock.now)
 
     async def _beat(self) -> None:
@@ -320,11 +283,11 @@ class Shell:
 
     # -- events and effects --------------------------------------------------------------------
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: e.Event) -> None:
         if self._done.done() and (
             self._done.exception() is not None
             or self._done.result() is None
-            or not isinstance(event, Greeted)
+            or not isinstance(event, e.Greeted)
         ):
             return  # it has failed, or is none any more; or the job is over, as who comes is told
         if not self._leads():
@@ -348,10 +311,10 @@ class Shell:
             log.warning("this controller, of term %d, leads no more: %s", self._lease.term, why)
             self._done.set_result(None)
 
-    def _agree(self, effects: list[Effect]) -> None:
+    def _agree(self, effects: list[e.Effect]) -> None:
         """Carry out the effects of an event; but the job's end, and what follows it, only once whoever keeps
         the lease has taken note."""
-        ends = [effect.code for effect in effects if isinstance(effect, End)]
+        ends = [effect.code for effect in effects if isinstance(effect, e.End)]
         if self._held is not None:
             self._held += effects
         elif not ends or self._agreed or self._leader is None:
@@ -364,41 +327,41 @@ class Shell:
         held, self._held, self._agreed = self._held, None, True
         self._carry_out(held or [])
 
-    def _carry_out(self, effects: list[Effect]) -> None:
+    def _carry_out(self, effects: list[e.Effect]) -> None:
         encoded: dict[int, bytes] = {}  # what goes to all nodes is one object
         ignored = contextlib.suppress(ConnectionError)  # it is noticed by its reader
         for effect in effects:
             match effect:
-                case Send(peer, message):
+                case e.Send(peer, message):
                     if (channel := self._channels.get(peer)) is None:
                         continue
                     if (body := encoded.get(id(message))) is None:
                         body = encoded[id(message)] = self._encoded(message)
                     with ignored:
                         channel.post_encoded(body)
-                case Close(peer):
+                case e.Close(peer):
                     if (channel := self._channels.get(peer)) is not None:
                         channel.close()
-                case Record():
+                case e.Record():
                     self.events.write(line := _line(effect, self._lease.term))
                     self._hooks.tell(effect, line)
                     self._note(effect)
-                case AppendLedger(line):
+                case e.AppendLedger(line):
                     self._samples.write(line)
-                case PrintConsole(text, level):
+                case e.PrintConsole(text, level):
                     say(text, level)
-                case End(code):
+                case e.End(code):
                     if not self._done.done():
                         self._done.set_result(code)
-                case Refuse(reason):
+                case e.Refuse(reason):
                     self._refusals.add(reason)
-                case Resign(term):
+                case e.Resign(term):
                     self.newer = term
                     self._resign(f"there is a leader of term {term}, or was one")
 
-    def _encoded(self, message: Message) -> bytes:
+    def _encoded(self, message: m.Message) -> bytes:
         """The table of nodes is said to each who comes, and takes milliseconds to compress."""
-        if not isinstance(message, Hosts):
+        if not isinstance(message, m.Hosts):
             return encode(message)
         if (known := self._tables.get(id(message))) is None:
             known = self._tables[id(message)] = message, encode(message)
@@ -406,7 +369,7 @@ class Shell:
                 del self._tables[next(iter(self._tables))]
         return known[1]
 
-    def _note(self, record: Record) -> None:
+    def _note(self, record: e.Record) -> None:
         """Leave notes for a successor on another machine."""
         spent, at = record.more.get("spent"), time.time()
         news = spent is not None or self.notes.recorded.get(record.event, 0) < record.epoch
@@ -425,7 +388,7 @@ class Shell:
         if self._failed_before is not None and self._failed_before + 1 >= FAILURES:
             log.critical("this controller fails as well", exc_info=error)
             try:
-                effects = self.machine.handle(Failed(repr(error)), self.clock.now, time.monotonic())
+                effects = self.machine.handle(e.Failed(repr(error)), self.clock.now, time.monotonic())
             except Exception:
                 log.critical("nor can it end the job as it should", exc_info=True)
                 effects = self._bare_end()
@@ -433,10 +396,11 @@ class Shell:
         else:
             self._done.set_exception(error)
 
-    def _bare_end(self) -> list[Effect]:
+    def _bare_end(self) -> list[e.Effect]:
         """What ends the job where the machine itself has failed of that: all agents are told, and no more."""
-        told = [Send(peer, Shutdown(code=1)) for peer in self.machine.cluster.peers]
-        return [PrintConsole("ftrun: the job stops: its controller fails, see above", "ERROR"), *told, End(1)]
+        told = [e.Send(peer, m.Shutdown(code=1)) for peer in self.machine.cluster.peers]
+        said = "ftrun: the job stops: its controller fails, see above"
+        return [e.PrintConsole(said, "ERROR"), *told, e.End(1)]
 
     # -- connections ---------------------------------------------------------------------------
 
@@ -457,23 +421,23 @@ class Shell:
 
     async def _admit(self, connection: Connection) -> None:
         """Shake hands, hear who it is, and serve it until it leaves, unless another is to speak for it."""
-        calls: RouteRequest | None = None
+        calls: m.RouteRequest | None = None
         try:
             self._arrive(1)
             try:
                 channel = await AsyncChannel.accept(connection, self._secret, _CLIENTS)
-                self._handle(Admitted())
+                self._handle(e.Admitted())
                 hello = await channel.recv()
-                if isinstance(hello, RouteRequest):
+                if isinstance(hello, m.RouteRequest):
                     if there := await self._tree.place(hello):
-                        return await channel.send(UseRelay(there))
+                        return await channel.send(m.UseRelay(there))
                     calls = hello
-                    channel.post(UseRelay(""))
+                    channel.post(m.UseRelay(""))
                     async with asyncio.timeout(handshake.PATIENCE):  # it has somebody's place
                         hello = await channel.recv()
             finally:
                 self._arrive(-1)
-            if not isinstance(hello, AgentHello | CtlHello):
+            if not isinstance(hello, m.AgentHello | m.CtlHello):
                 raise ProtocolError(f"{channel.peer} does not greet, but sends {type(hello).__name__}")
             await self._serve_client(channel, hello, calls)
         finally:
@@ -481,7 +445,7 @@ class Shell:
                 self._tree.leaves()
 
     async def _serve_client(
-        self, channel: Client, hello: AgentHello | CtlHello, calls: RouteRequest | None
+        self, channel: Client, hello: m.AgentHello | m.CtlHello, calls: m.RouteRequest | None
     ) -> None:
         says, peer = _MAY_SAY[type(hello)], self._enter(channel)
         branch: Branch | None = None
@@ -489,53 +453,53 @@ class Shell:
         def received(message: Said | Other | Bundle) -> None:
             if isinstance(message, Bundle) and branch is not None:
                 self._tree.hear(branch, message)
-            elif isinstance(message, Bundle | Other | AgentHello | CtlHello) or type(message) not in says:
+            elif isinstance(message, Bundle | Other | m.AgentHello | m.CtlHello) or type(message) not in says:
                 raise ProtocolError(f"{channel.peer} may not send {type(message).__name__}")
             else:
                 self._heard(peer, message)
 
         try:
-            if isinstance(hello, AgentHello):
+            if isinstance(hello, m.AgentHello):
                 self._heard(peer, hello)
                 if calls is not None and not channel.closing:
                     branch = self._tree.opens(channel, calls.relay)
             elif hello.job not in ("", self.job):
                 await channel.recv()
                 other = f"the controller there is of job {self.job}, and not of {hello.job} any more"
-                return await channel.send(Denied(other))
+                return await channel.send(m.Denied(other))
             await channel.each(received)
         finally:
             if branch is not None:
                 self._tree.closes(branch)
             self._left(peer)
 
-    def _enter(self, channel: Client | Member) -> Peer:
+    def _enter(self, channel: Client | Member) -> e.Peer:
         peer = next(self._numbers)
         self._channels[peer] = channel
         return peer
 
-    def _heard(self, peer: Peer, message: Said) -> None:
-        if isinstance(message, AgentHello):
-            self._handle(Greeted(peer, message))
+    def _heard(self, peer: e.Peer, message: Said) -> None:
+        if isinstance(message, m.AgentHello):
+            self._handle(e.Greeted(peer, message))
         else:
-            self._handle(Received(peer, message))
+            self._handle(e.Received(peer, message))
 
-    def _left(self, peer: Peer) -> None:
+    def _left(self, peer: e.Peer) -> None:
         self._channels.pop(peer, None)
-        self._handle(Disconnected(peer))
+        self._handle(e.Disconnected(peer))
 
-    def _heard_together(self, messages: Sequence[tuple[Peer, FromAgent]]) -> None:
-        self._handle(MessageBatch(messages))
+    def _heard_together(self, messages: Sequence[tuple[e.Peer, m.FromAgent]]) -> None:
+        self._handle(e.MessageBatch(messages))
 
-    def _pulsed(self, pulses: Sequence[Pulse]) -> None:
-        self._handle(Pulsed(pulses))
+    def _pulsed(self, pulses: Sequence[m.Pulse]) -> None:
+        self._handle(e.Pulsed(pulses))
 
     def _arrive(self, change: int) -> None:
         self._arriving += change
-        self._handle(Arriving(self._arriving))
+        self._handle(e.Arriving(self._arriving))
 
 
-def _line(record: Record, term: int) -> str:
+def _line(record: e.Record, term: int) -> str:
     line = {
         "event": record.event,
         "epoch": record.epoch,

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from ft_core.control.changeovers import Changeovers
-from ft_core.control.cluster_state import Node
+from ft_core.control.cluster.node import Node
 from ft_core.control.liveness import strikes
 from ft_core.control.liveness.stragglers import MOST, Finding, Over, Stragglers
 from ft_core.control.phases import Running
@@ -47,7 +47,7 @@ class SlowNodes:
         self._told = {role: why for role, why in self._told.items() if role in self.stragglers.found}
         if cluster.settings.straggler == "replace" and self.stragglers.found and out.now >= self._look_at:
             self._look_at = out.now + LOOK
-            if not cluster.draining and not self._changeovers.why_not():
+            if not cluster.draining and not self._changeovers.objection():
                 self._replace_one()
 
     def _heard(self, node: NodeName) -> Mapping[int, RoleBeat]:
@@ -82,7 +82,7 @@ class SlowNodes:
             if not objection:
                 self._recovery.strike(strikes.of_slow(found), node.hello.domain)
                 self._recovery.tell_of_strikes()  # first: whoever takes over knows that it was done
-                self._changeovers.slow(node, found.words)
+                self._changeovers.drain_slow(node, found.words)
                 return
             if self._told.get(found.role) != objection:
                 self._told[found.role] = objection

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ft_core.control.cluster_state import Node
+from ft_core.control.cluster.node import Node
 from ft_core.control.node_failures import NodeFailures
 from ft_core.control.phases import Forming, Quiescing, Rebuilding, Waiting
 from ft_core.control.prestart.notices import OTHERS

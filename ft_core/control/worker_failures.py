@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from ft_core.control.cluster_state import Node
+from ft_core.control.cluster.node import Node
 from ft_core.control.decide.ladder import EscalationCause
 from ft_core.control.liveness import strikes
 from ft_core.control.observe import explain
 from ft_core.control.recovery import RecoveryCoordinator
+from ft_core.control.script_ends import ScriptEnds
 from ft_core.protocol import messages as m
 
 
 class WorkerFailures:
     """The workers that one controller has lost."""
 
-    def __init__(self, recovery: RecoveryCoordinator) -> None:
-        self._recovery, self._cluster, self._out = recovery, recovery.cluster, recovery.out
+    def __init__(self, recovery: RecoveryCoordinator, scripts: ScriptEnds) -> None:
+        self._recovery, self._scripts = recovery, scripts
+        self._cluster, self._out = recovery.cluster, recovery.out
         self._lost: dict[int, tuple[str, int]] = {}
         """Role -> node and pid of the worker that was lost last."""
 
-    def worker_lost(self, node: Node, lost: m.WorkerLost) -> None:
+    def on_worker_lost(self, node: Node, lost: m.WorkerLost) -> None:
         """A worker with a role has ended, for whatever reason."""
         cluster, recovery, role = self._cluster, self._recovery, lost.role
         if self._lost.get(role) == (node.name, lost.pid):
@@ -27,7 +29,7 @@ class WorkerFailures:
         where = f"worker {lost.pid} of role {role} on {node.name}: {lost.exit}"
         same_again = cluster.strikes.again(lost)
         starts_ahead = recovery.prestart.concerns(role, node.name)
-        cluster.seen_at([lost.step])
+        cluster.versions.seen([lost.step])
         if lost.fault is m.Fault.TERMINATED and recovery.is_being_replaced(role):
             if starts_ahead:
                 self._out.emit(*recovery.prestart.fail(cluster, where))
@@ -40,25 +42,20 @@ class WorkerFailures:
         if not starts_ahead and cluster.places.get(role, node.name) != node.name:
             cluster.worker_died(node, role)
             return  # it was started ahead of need, by an attempt that is over: who has the role trains on
-        recovery.strike(strikes.of_worker(lost, node.name, cluster.trained), node.hello.domain)
+        recovery.strike(strikes.of_worker(lost, node.name, cluster.versions.trained), node.hello.domain)
         if starts_ahead:
             self._out.emit(*recovery.prestart.fail(cluster, where))
             return
         cluster.worker_died(node, role)
-        released = recovery.completion.released
-        on_its_own = bool(recovery.protection.unprotected) or released
-        if lost.fault is m.Fault.LEFT and (cluster.initial_version is None or on_its_own):
-            if not released:
-                recovery.completion.left[role] = where
-            recovery.role_finished(role)
-            recovery.escalate_if_waited_for()
-            recovery.reconsider()
+        on_its_own = bool(recovery.protection.unprotected) or recovery.completion.released
+        if lost.fault is m.Fault.LEFT and (cluster.versions.initial is None or on_its_own):
+            self._scripts.on_left(role, where)
         elif lost.fault is m.Fault.LEFT:
             why = f"{where}, in the middle of training (os._exit?): the others would wait for it"
             recovery.escalate(EscalationCause(why, (role,), fault=lost.fault, node=node.name))
         elif lost.code > 0 and on_its_own:
             self._script_failed(lost, where, node.name)
-        elif why := strikes.ends(lost, cluster.trained, same_again):
+        elif why := strikes.ends(lost, cluster.versions.trained, same_again):
             self._script_failed(lost, f"{where}; {why}", node.name)
         elif cluster.settings.max_restarts and cluster.strikes.alike(lost):
             self._script_failed(lost, f"{where}; its start has failed of the same before", node.name)
@@ -82,12 +79,12 @@ class WorkerFailures:
         else:
             self._recovery.escalate(cause)
 
-    def runs_unprotected(self, said: m.Unprotected) -> None:
+    def on_unprotected(self, said: m.Unprotected) -> None:
         """A script does without fault tolerance, has until now, or does so from now on."""
         recovery = self._recovery
         if recovery.is_being_replaced(said.role):
             return
-        recovery.protection.said(said, trained=self._cluster.initial_version is not None)
+        recovery.protection.on_unprotected(said, trained=self._cluster.versions.initial is not None)
         why = recovery.protection.unprotected
         if why and recovery.escalation is None and recovery.recovering:
             # It had done so before it heard that the epoch is over, and takes part in no other.

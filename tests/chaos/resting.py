@@ -16,10 +16,10 @@ AWAITED = "FT_TESTS_AWAITED"
 """The environment variable that names the file which says that the end is waited for."""
 
 
-def rest(step: int, steps: int) -> None:
-    """After that one of so many."""
+def rest(step: int, steps: int, last: int = LAST) -> None:
+    """After that one of so many, of which the `last` take their time."""
     time.sleep(REST)
-    if step >= steps - LAST and AWAITED in os.environ:
+    if step >= steps - last and AWAITED in os.environ:
         until = time.monotonic() + LONGEST_REST
         while not Path(os.environ[AWAITED]).exists() and time.monotonic() < until:
             time.sleep(REST)

@@ -2,17 +2,14 @@
 
 Data parallel, with the optimizer's moments sharded over the roles, so that a role has state that nobody else
 has. It imports no framework: many nodes start on few cores. Without `ftrun` it is a plain script. The last
-steps take their time until the test waits for the job's end (`paced.py` does the same for Megatron-Core).
+steps take their time until the test waits for the job's end (`tests/chaos/resting.py`).
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import os
-import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,13 +20,10 @@ from torch.nn import functional as F
 from ft_core.adapter import Adapter, StateTensor
 from ft_core.state import rng
 from ft_core.worker import session
+from tests.chaos.resting import rest
 
-REST = 0.05
-"""Seconds in each step."""
-LAST, LONGEST_REST = 15, 2.0
-"""The last steps, each of which rests for so long until the end is awaited."""
-AWAITED = "FT_TESTS_AWAITED"
-"""The environment variable that names the file which says so."""
+LAST = 15
+"""Steps that take their time until the end is awaited."""
 
 
 class Trainer(Adapter):
@@ -95,15 +89,6 @@ class Trainer(Adapter):
         pass  # a step leaves nothing behind
 
 
-def rest(step: int, steps: int) -> None:
-    """The same is trained with it."""
-    time.sleep(REST)
-    if step >= steps - LAST and AWAITED in os.environ:
-        until = time.monotonic() + LONGEST_REST
-        while not Path(os.environ[AWAITED]).exists() and time.monotonic() < until:
-            time.sleep(REST)
-
-
 def main() -> None:
     """Entry."""
     parser = argparse.ArgumentParser()
@@ -118,7 +103,7 @@ def main() -> None:
         while (at := done if job is None else job.version) < args.steps:
             gradient, loss = trainer.gradients(at)
             if job is not None:
-                rest(at, args.steps)
+                rest(at, args.steps, LAST)
                 job.commit_wait()
             dist.all_reduce(gradient)
             dist.all_reduce(loss)

@@ -31,7 +31,7 @@ from typing import Any
 from msgspec.structs import replace
 from ports import free_port
 
-from ft_core.control.cluster_state import ClusterState
+from ft_core.control.cluster.state import ClusterState
 from ft_core.control.shell import Shell
 from ft_core.node.memory.holdings import changed
 from ft_core.protocol import messages as m

@@ -78,7 +78,7 @@ class SimController(Process):
         job, self.began = self.job, self.world.now
         spent, at = job.spent
         self._time = job.time.controller(term, spent, at)
-        past = {"term": term, "spent": spent, "ago": self.world.now - at}
+        past = {"term": term, "spent": spent, "ago": self.world.now - at, "wall": self.world.now}
         return Controller(job.settings, "/job", self._ids, dict(job.recorded), **about, **past)
 
     def _tick(self) -> None:

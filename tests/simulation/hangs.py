@@ -23,7 +23,7 @@ def hang(job: SimJob, rng: Random) -> None:
     if job.over:
         return
     # Where all loop nobody waits for anybody, and a long evaluation looks the same.
-    if not cluster.trained or len(found) < 2:
+    if not cluster.versions.trained or len(found) < 2:
         job.world.at(0.5, lambda: hang(job, rng))
         return
     worker = rng.choice(found)
@@ -42,7 +42,7 @@ def hang_at_start(job: SimJob, rng: Random) -> None:
         return
     workers = [w for node in job.live() for w in node.workers.values()]
     found = [w for w in workers if w.alive and w.plays and not w.trains and not w.hung and not w.stopped]
-    if not cluster.trained or not found:
+    if not cluster.versions.trained or not found:
         job.world.at(0.1, lambda: hang_at_start(job, rng))
         return
     worker = rng.choice(found)
@@ -56,7 +56,7 @@ def wait_for_data(job: SimJob, rng: Random) -> None:
     found = [w for node in job.live() for w in node.workers.values() if w.alive and w.trains and not w.hung]
     if job.over:
         return
-    if not job.controller.machine.cluster.trained or not found:
+    if not job.controller.machine.cluster.versions.trained or not found:
         job.world.at(0.5, lambda: wait_for_data(job, rng))
         return
     worker, seconds = rng.choice(found), rng.uniform(*_STALL)

@@ -626,7 +626,7 @@ class SimJob:
 
     def _held_and_compared(self, nodes: list[SimNode], controller: SimController) -> int:
         """The same, but for what may be wrong, where that is looked for."""
-        held, alike = self._held(nodes), controller.machine.cluster.verified
+        held, alike = self._held(nodes), controller.machine.cluster.versions.verified
         return held if alike is None else min(held, alike)
 
     def _held(self, nodes: list[SimNode]) -> int:
@@ -777,7 +777,7 @@ class SimJob:
     def _tried_to_save(self, controller: SimController) -> bool:
         """Whether its end has said what became of the newest version, or nothing of it was known there."""
         cluster = controller.machine.cluster
-        known = cluster.trained and bool(cluster.nodes)
+        known = cluster.versions.trained and bool(cluster.nodes)
         return not known or self.outcome.events["saved"] + self.outcome.events["not_saved"] > 0
 
     @property

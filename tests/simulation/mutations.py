@@ -11,7 +11,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ft_core.control.cluster_state import ClusterState, Node
+from ft_core.control.cluster.node import Node
+from ft_core.control.cluster.setbacks import Setbacks
+from ft_core.control.cluster.state import ClusterState
 from ft_core.control.decide import ladder, outcomes, plans, version_choice
 from ft_core.control.decide.last_version import LastVersion
 from ft_core.control.decisions import Decisions
@@ -21,7 +23,6 @@ from ft_core.control.final_save import FinalSave
 from ft_core.control.liveness.failure_detector import FailureDetector
 from ft_core.control.liveness.strikes import Strikes
 from ft_core.control.liveness.suspicion import NodeLiveness
-from ft_core.control.machine import Controller
 from ft_core.control.node_failures import NodeFailures
 from ft_core.control.observe.goodput import Account
 from ft_core.control.phases import Rebuilding, Saving
@@ -30,6 +31,7 @@ from ft_core.control.prestart.draining import Draining
 from ft_core.control.prestart.notices import Notices
 from ft_core.control.recovery import RecoveryCoordinator
 from ft_core.control.reports import Reports
+from ft_core.control.succession import Succession
 from ft_core.leadership.lease import Follower, Lease
 from ft_core.node import epochs as node
 from ft_core.node.events import Commit, DropAfter
@@ -170,7 +172,7 @@ def any_step_is_progress() -> None:
     def mutated(self: Reports, message: Any) -> None:
         progressed(self, message)
         if isinstance(message, m.Stepped):
-            self._cluster.attempts_without_progress = 0
+            self._cluster.setbacks.attempts_without_progress = 0
 
     Reports.on_progress = mutated  # type: ignore[method-assign]
 
@@ -199,12 +201,13 @@ def a_successor_is_not_told_of_steps() -> None:
 def a_successor_waits_for_nobody() -> None:
     """A new controller takes over at once: who has not greeted it yet counts as lost."""
 
-    def mutated(self: Controller, phase: Rebuilding) -> None:
-        phase.began = phase.heard_at = float("-inf")
+    def mutated(self: Succession) -> None:
+        if isinstance(phase := self._recovery.phase, Rebuilding):
+            phase.began = phase.heard_at = float("-inf")
         self._arriving = 0
-        rebuild(self, phase)
+        tick(self)
 
-    rebuild, Controller._rebuild = Controller._rebuild, mutated  # type: ignore[method-assign]
+    tick, Succession.tick = Succession.tick, mutated  # type: ignore[method-assign]
 
 
 def a_report_before_all_are_quiet() -> None:
@@ -376,7 +379,7 @@ def a_part_stays_over() -> None:
     start = RecoveryCoordinator.start_epoch
 
     def mutated(self: RecoveryCoordinator, decided: Any, done: Any = ()) -> None:
-        self.cluster.parts = [-1] * len(self.cluster.parts)
+        self.cluster.script.parts = [-1] * len(self.cluster.script.parts)
         start(self, decided, done)
 
     RecoveryCoordinator.start_epoch = mutated  # type: ignore[method-assign]
@@ -384,7 +387,7 @@ def a_part_stays_over() -> None:
 
 def the_first_plan_is_all_there_is() -> None:
     """Where nobody is left who knows of training, there was none."""
-    ClusterState.forgotten = property(lambda self: False)  # type: ignore[assignment,method-assign]
+    ClusterState.all_is_lost = property(lambda self: False)  # type: ignore[assignment,method-assign]
 
 
 def an_older_epochs_progress_counts() -> None:
@@ -473,7 +476,7 @@ def who_was_moved_is_forgotten() -> None:
 
 def who_is_drained_is_forgotten_by_a_new_controller() -> None:
     """Nobody tells it."""
-    Draining.greeted = lambda self, cluster, node, known: []  # type: ignore[method-assign]
+    Draining.on_greeting = lambda self, cluster, node, known: []  # type: ignore[method-assign]
 
 
 def a_leader_does_not_mind_its_lease() -> None:
@@ -546,13 +549,13 @@ def what_a_standby_has_from_records_is_done() -> None:
 def a_step_that_is_done_again_is_progress() -> None:
     """The ladder is climbed from below after it, and the job goes round for ever."""
 
-    original = ClusterState.note_progress
+    original = Setbacks.note_progress
 
-    def mutated(self: ClusterState) -> None:
-        self.furthest_step = min(self.furthest_step, self.newest_seen - 1)
-        original(self)
+    def mutated(self: Setbacks, newest: int) -> None:
+        self.furthest_step = min(self.furthest_step, newest - 1)
+        original(self, newest)
 
-    ClusterState.note_progress = mutated  # type: ignore[method-assign]
+    Setbacks.note_progress = mutated  # type: ignore[method-assign]
 
 
 def there_is_no_rung_above_memory() -> None:
@@ -610,13 +613,13 @@ FLIPPED: dict[str, Callable[[], None]] = {
 
 def a_sick_node_is_like_any_other() -> None:
     """What its check has found leads to nothing."""
-    found = DeviceFindings.found
+    found = DeviceFindings.on_finding
 
     def mutated(self: DeviceFindings, node: Node, finding: m.DeviceFinding) -> None:
         if finding.symptom is not m.Symptom.OTHER:
             found(self, node, finding)
 
-    DeviceFindings.found = mutated  # type: ignore[method-assign]
+    DeviceFindings.on_finding = mutated  # type: ignore[method-assign]
 
 
 def who_is_being_checked_is_used() -> None:

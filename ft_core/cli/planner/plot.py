@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
-from ft_core.cli.planner.worth import Point, time_text
+from ft_core.cli.durations import time_text
+from ft_core.cli.planner.worth import Point
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _BOTTOM = 720, 360, 60, 30, 40, 50
 _TICKS = (600.0, 3600.0, 6 * 3600.0, 86400.0, 7 * 86400.0, 30 * 86400.0)

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ft_core.cli.durations import time_text
 from ft_core.cli.planner import economics, terms
 from ft_core.cli.planner.economics import HOUR, MONTH, Failures, Protection
 from ft_core.cli.planner.razor import Plan, plan
@@ -247,12 +248,3 @@ def lines(worth: dict[str, Any], price: float) -> list[str]:
     enough = f"{spares}" if spares is not None else f"over {MOST_SPARES}"
     found.append(f"  {f'spares for at most {WAITING:.1%} of waiting':<50}{enough:>12}")
     return [*found, "  (docs/economics.md has the formulas)"]
-
-
-def time_text(seconds: float) -> str:
-    """In the unit that makes it readable."""
-    units = ((12 * MONTH, "years"), (24 * HOUR, "days"), (HOUR, "h"), (60.0, "min"))
-    for unit, name in units:
-        if seconds >= 2 * unit:
-            return f"{seconds / unit:,.3g} {name}" if seconds < 1e6 * unit else f"over 1e6 {name}"
-    return f"{seconds:.3g} s"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from ft_core.control.cluster_state import Node
+from ft_core.control.cluster.node import Node
 from ft_core.control.events import Effect, Peer, Send
 from ft_core.protocol.messages import DurableNames, ListDurable
 
@@ -49,7 +49,7 @@ class Checkpoints:
                 effects.append(Send(node.peer, ListDurable(id=self.number)))
         return effects
 
-    def answered(self, node: Node, answer: DurableNames) -> bool:
+    def on_names(self, node: Node, answer: DurableNames) -> bool:
         """A node has looked. Returns whether that was asked for."""
         if answer.id != self.number or self.asked.get(node.name) != node.peer:
             return False

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ft_core.control.cluster_state import ClusterState, Node
+from ft_core.control.cluster.node import Node
+from ft_core.control.cluster.state import ClusterState
 from ft_core.control.decide.groups import Places
 from ft_core.settings import ANY_RANK
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import ChainMap, Counter
 from dataclasses import dataclass
 
-from ft_core.control.cluster_state import ClusterState, copies
+from ft_core.control.cluster.state import ClusterState
 from ft_core.control.decide.groups import Places, by_node
 from ft_core.control.decide.next_epoch import newest_in_memory
 from ft_core.control.decide.outcomes import Sources
@@ -32,7 +32,7 @@ def choose(cluster: ClusterState) -> LastVersion | None:
         raise Unrecoverable("no node is left")
     places = _writers(cluster)
     found = newest_in_memory(cluster, places)
-    if found is None or found[0] <= (cluster.initial_version or 0):
+    if found is None or found[0] <= (cluster.versions.initial or 0):
         return None
     return LastVersion(found[0], places, found[1])
 
@@ -42,7 +42,7 @@ def _writers(cluster: ClusterState) -> Places:
     nodes = cluster.nodes
     places = {role: node for role, node in cluster.places.items() if node in nodes}
     homeless = [role for role in cluster.places if role not in places]
-    near = copies(nodes.values(), cluster.catalogue, homeless)
+    near = cluster.catalogue.copies(nodes.values(), homeless)
     load = Counter(places.values())
     for role in homeless:
         held = Counter(near[role])
@@ -60,7 +60,7 @@ def orders(cluster: ClusterState, last: LastVersion) -> dict[NodeName, SaveVersi
         sources.setdefault(hosts[role], {})[role] = held
     away: dict[NodeName, dict[int, list[str]]] = {}
     for role, other in plan.absent.items():
-        away.setdefault(last.places[other], {})[role] = list(cluster.catalogue.get(role, ()))
+        away.setdefault(last.places[other], {})[role] = list(cluster.catalogue.of(role))
     replicated = cluster.groups.redundancy is Redundancy.REPLICATED
     return {
         name: SaveVersion(

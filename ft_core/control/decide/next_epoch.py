@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import partial
 
-from ft_core.control.cluster_state import ALL_IS_LOST, ClusterState, Node, copies
+from ft_core.control.cluster.node import Node
+from ft_core.control.cluster.state import ALL_IS_LOST, ClusterState
 from ft_core.control.decide import role_placement, version_choice
 from ft_core.control.decide.compact import contains
 from ft_core.control.decide.groups import Places
@@ -56,7 +57,7 @@ def decide(
     moved = {role: node for role, node in starting.items() if role in places}
     lost = [role for role in cluster.lost() if role in places and role not in moved]
     idle = {name: node.idle for name, node in cluster.nodes.items()}
-    near = copies(_takers(cluster, places, lost), cluster.catalogue, lost)
+    near = cluster.catalogue.copies(_takers(cluster, places, lost), lost)
     placed = {**places, **starting} if starting else places  # all of them take room
     racks = {
         name: node.hello.domain for name, node in cluster.nodes.items() if SEPARATOR in node.hello.domain
@@ -108,13 +109,13 @@ def decide(
         else:
             chosen = _choose(cluster, roles, places, durable)
     except Unrecoverable as error:
-        return from_the_scripts_checkpoint(str(error), there_is_one=cluster.script_resumes)
+        return from_the_scripts_checkpoint(str(error), there_is_one=cluster.script.resumes)
     if isinstance(chosen, ListCheckpoints):
         return chosen
-    if chosen.version is not None and chosen.version < cluster.script_start_version:
+    if chosen.version is not None and chosen.version < cluster.script.start_version:
         reason = (
             "The script, started again, begins with its own checkpoint of step "
-            f"{cluster.script_start_version}, and the newest state that every role could go on from is of "
+            f"{cluster.script.start_version}, and the newest state that every role could go on from is of "
             f"step {chosen.version}."
         )
         return from_the_scripts_checkpoint(reason, there_is_one=True)
@@ -159,10 +160,10 @@ def can_be_spared(cluster: ClusterState, name: str) -> bool:
             choice = version_choice.choose_version(
                 reports,
                 cluster.places,
-                cluster.initial_version,
+                cluster.versions.initial,
                 durable=(),
-                reached=cluster.newest_seen,
-                catalogue=cluster.catalogue,
+                reached=cluster.versions.newest_seen,
+                catalogue=cluster.catalogue.by_role,
             )
         except Unrecoverable:
             return False
@@ -180,7 +181,7 @@ def _as_of_beats(node: Node, cluster: ClusterState) -> NodeReport:
         for role, own, versions in known.each_role()
     }
     for role, beat in node.beats.items():
-        segments = list(cluster.catalogue.get(role, ()))
+        segments = list(cluster.catalogue.of(role))
         roles[role] = RoleHeld(alive=True, stage="training", versions=beat.held, segments=segments)
     copies = {**dict(known.each_copy()), **node.replicas}
     return NodeReport(node.name, node.hello.domain, roles, copies)
@@ -188,7 +189,10 @@ def _as_of_beats(node: Node, cluster: ClusterState) -> NodeReport:
 
 def older_than_promised(cluster: ClusterState, version: int | None) -> bool:
     """Whether more finished steps would be done again than copies allow for."""
-    return cluster.initial_version is not None and (version or 0) < cluster.newest_seen - cluster.redone
+    return (
+        cluster.versions.initial is not None
+        and (version or 0) < cluster.versions.newest_seen - cluster.redone
+    )
 
 
 @dataclass(frozen=True)
@@ -203,22 +207,22 @@ def _choose(
 ) -> _Choice | ListCheckpoints:
     """What to go on from. Raises Unrecoverable."""
     nodes = frozenset(roles.values())
-    if cluster.initial_version is None:
+    if cluster.versions.initial is None:
         return _as_begun(cluster, nodes, durable)
     known, adopted = _segments(cluster, roles, places), cluster.groups.adopted(roles)
     choose = partial(
         version_choice.choose_version,
         [node.holdings.report for node in cluster.nodes.values()],
         [*roles, *adopted],
-        cluster.initial_version,
+        cluster.versions.initial,
         placements=roles,
         previous=cluster.places,
-        reached=cluster.newest_seen,
+        reached=cluster.versions.newest_seen,
         catalogue=known,
         adopters={role: roles[by] for role, by in adopted.items()},
     )
-    right = None if cluster.tainted is None else cluster.tainted - 1  # nothing newer is
-    known_alike = (version for version in (cluster.verified, right) if version is not None)
+    right = None if cluster.versions.tainted is None else cluster.versions.tainted - 1  # nothing newer is
+    known_alike = (version for version in (cluster.versions.verified, right) if version is not None)
     choice, newest = None, min(known_alike, default=None)
     with contextlib.suppress(Unrecoverable):
         choice = choose(durable=(), newest=newest)
@@ -245,8 +249,8 @@ def _choose(
 
 def _as_begun(cluster: ClusterState, nodes: frozenset[str], durable: Durable) -> _Choice | ListCheckpoints:
     """Nobody who is left has ever reached training: start-up goes on towards what it was begun with."""
-    version, origin = cluster.started_from
-    if cluster.forgotten:
+    version, origin = cluster.script.started_from
+    if cluster.all_is_lost:
         if (found := _durable(cluster, nodes, durable)) is None:
             return ListCheckpoints(nodes)
         if not found:
@@ -297,17 +301,17 @@ def _segments(cluster: ClusterState, roles: Places, places: Places) -> Mapping[i
     """What each role's state consists of; of those that are away, what they had alone."""
     joining, away = roles.keys() - places.keys(), cluster.groups.adopted(roles)
     if not joining and not away:
-        return cluster.catalogue
-    known: dict[int, Collection[str]] = dict(cluster.catalogue)
+        return cluster.catalogue.by_role
+    known: dict[int, Collection[str]] = dict(cluster.catalogue.by_role)
     # Of a group that comes back, or takes part for the first time.
     for role, counterpart in cluster.groups.counterparts(joining, places).items():
         if cluster.groups.redundancy is Redundancy.REPLICATED:
             known[role] = known[counterpart]
         else:
-            common = cluster.catalogue[counterpart].items()
+            common = cluster.catalogue.by_role[counterpart].items()
             known[role] = {*known.get(role, ()), *(name for name, held in common if contains(held, role))}
     for role in away:
-        known[role] = cluster.groups.held_alone(role, cluster.catalogue.get(role, {}), roles)
+        known[role] = cluster.groups.held_alone(role, cluster.catalogue.of(role), roles)
     return known
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
-from ft_core.control.cluster_state import ClusterState
+from ft_core.control.cluster.state import ClusterState
 from ft_core.control.decide.compact import Segments
 from ft_core.protocol.groups import roles_in
 from ft_core.protocol.messages import RoleBeat
@@ -156,9 +156,9 @@ class ClusterHoldings:
 def held(cluster: ClusterState, last: Last) -> ClusterHoldings:
     """What is held now."""
     plan = cluster.current_plan
-    version = (cluster.initial_version or 0) if plan.version is None else plan.version
+    version = (cluster.versions.initial or 0) if plan.version is None else plan.version
     return ClusterHoldings(
-        cluster.settings.replicas, version, present(cluster), plan.roles, cluster.catalogue_now(), last
+        cluster.settings.replicas, version, present(cluster), plan.roles, cluster.catalogue.now(), last
     )
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from ft_core.control.cluster_state import ClusterState, Node
+from ft_core.control.cluster.node import Node
+from ft_core.control.cluster.state import ClusterState
 from ft_core.control.events import Effect, Send
 from ft_core.control.liveness.links import Links
 from ft_core.control.liveness.suspicion import ASK, ASK_AGAIN, Steps, chosen
@@ -41,13 +42,13 @@ class FailureDetector:
         self._names: tuple[float, list[NodeName]] = -math.inf, []
         """When all nodes were put in order last, and their names."""
 
-    def begins(self) -> None:
+    def epoch_begins(self) -> None:
         """A plan was made: who is not in it is not waited for."""
         self._steps, self.links = Steps(), Links()
         self._missed.clear()
 
-    def ends(self) -> None:
-        """An epoch has ended: what was seen to break belongs to it."""
+    def forget_broken(self) -> None:
+        """What was seen to break is of an epoch that has ended, or was found to be whole."""
         self.doubting.clear()
         self.broke = ""
         self.links = Links()
@@ -59,11 +60,11 @@ class FailureDetector:
 
     # -- what is heard -----------------------------------------------------------------------------
 
-    def greeted(self, name: NodeName) -> None:
+    def on_greeting(self, name: NodeName) -> None:
         """A node is there, or there again."""
         self._missed.pop(name, None)
 
-    def suspected(self, name: NodeName, reason: str, now: float) -> None:
+    def on_suspect(self, name: NodeName, reason: str, now: float) -> None:
         """A worker, or the agent, of a node saw connections break in this epoch."""
         self.broke = self.broke or reason
         self.doubting.add(name)
@@ -83,19 +84,19 @@ class FailureDetector:
     def fetch_failed(self, name: NodeName, reason: str, now: float) -> None:
         """A node could not fetch what others hold, as they have said."""
         self.links.suspect(now, training=False)
-        self.suspected(name, reason, now)
+        self.on_suspect(name, reason, now)
 
-    def beat(self, begun: PlanId, newest: Version, now: float) -> None:
+    def on_beat(self, begun: PlanId, newest: Version, now: float) -> None:
         """A node says which plan it has, and how far the first of its roles is."""
         if begun == self._cluster.plan_id:
             self._steps.done(newest, now)
 
-    def disconnected(self, node: Node, now: float) -> None:
+    def on_disconnected(self, node: Node, now: float) -> None:
         """The connection of a node has ended."""
         node.liveness.breaks(now, self._round + 1)
         self._cluster.disconnected.add(node.name)
 
-    def probed(self, witness: Node, answer: NodesProbed) -> bool:
+    def on_probed(self, witness: Node, answer: NodesProbed) -> bool:
         """A node says which others it reaches. Returns whether one has ended, by that, whose connection
         has."""
         self.links.answered(witness.name, answer.reach)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from ft_core.control.cluster_state import ClusterState
+from ft_core.control.cluster.state import ClusterState
 from ft_core.control.decide.ladder import Escalation, Rung
 from ft_core.control.decide.outcomes import NextEpoch, NoStateLeft, NotEnoughWorkers, Outcome
 from ft_core.control.liveness.strikes import TRIES
@@ -57,7 +57,7 @@ def avoided(place: str, strikes: int, last: FailureRecord, settings: Settings) -
 
 def in_vain(cluster: ClusterState, reason: str, roles: Iterable[int]) -> str:
     """Recoveries that lead nowhere. `reason`: of the last failure; `roles`: those that were lost in it."""
-    mark = cluster.progress_mark
+    mark = cluster.setbacks.progress_mark
     text = f"{TRIES} recoveries in a row without a new step after step {mark}; the last failure: {reason}"
     for role in roles:
         places = cluster.strikes.everywhere(role, mark)
@@ -106,9 +106,9 @@ def what_is_left(cluster: ClusterState) -> str:
     if any(cluster.alive(role, node) for role, node in cluster.places.items()):
         return "survivors hold their state until a node joins"
     left = "no node is left" if not cluster.nodes else "no node with a role is left"
-    if cluster.script_resumes or cluster.settings.durable_dir:
+    if cluster.script.resumes or cluster.settings.durable_dir:
         return f"{left}; once nodes join, the job goes on from what others hold, or its newest checkpoint"
-    if cluster.initial_version is None or cluster.newest_seen <= cluster.initial_version:
+    if cluster.versions.initial is None or cluster.versions.newest_seen <= cluster.versions.initial:
         return f"{left}; no step was done yet, and the job begins once nodes join"
     return f"{left}, and no checkpoint: what other nodes hold may suffice, else start the job again"
 
@@ -124,7 +124,7 @@ def the_end(cluster: ClusterState, outcome: NoStateLeft, unread: Iterable[str]) 
         return outcome.reason
     advice = (
         "it goes on from the newest checkpoint of the script's own."
-        if cluster.script_resumes or cluster.script_start_version
+        if cluster.script.resumes or cluster.script.start_version
         else "with checkpoints of its script's own that it resumes from (Megatron-LM's --save), or else with "
         "--ft-durable-interval, it will have something to fall back to."
     )
@@ -153,7 +153,7 @@ def saved(cluster: ClusterState, version: int, name: str) -> str:
 def not_saved(cluster: ClusterState, why: str) -> str:
     """What to say where the newest version could not be saved."""
     before = "the one before" if cluster.redone == 1 else f"one up to {cluster.redone:,} before"
-    text = f"the newest version, of step {cluster.newest_seen:,} or {before}, is not saved: {why}"
+    text = f"the newest version, of step {cluster.versions.newest_seen:,} or {before}, is not saved: {why}"
     if where := cluster.settings.durable_dir:
         text += f". What was complete in {where} before is as it was: the same command goes on from there"
     return text

@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ft_core.control.liveness.pace import Pace
+from ft_core.control.observe.pace import Pace
 from ft_core.protocol.goodput import Cause, Spent
 from ft_core.protocol.messages import RoleBeat
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, assert_never
 
-from ft_core.control.cluster_state import ClusterState
+from ft_core.control.cluster.state import ClusterState
 from ft_core.control.events import Effect, Emitted, Record, Send
 from ft_core.control.observe.goodput import Account
 from ft_core.control.observe.job_metrics import JobMetrics

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from ft_core.control.cluster_state import ClusterState
+from ft_core.control.cluster.state import ClusterState
 from ft_core.control.decide.risk import ClusterHoldings, Present, present
 from ft_core.control.observe.job_metrics import Numbers
 from ft_core.protocol.domains import place

@@ -31,27 +31,13 @@ from ft_core.control.observe.past import Past
 from ft_core.control.observe.series import Sample, Series
 from ft_core.elastic import ledger
 from ft_core.protocol import http
+from ft_core.protocol import messages as m
 from ft_core.protocol.flight import FlightLog
 from ft_core.protocol.http import Numbering
-from ft_core.protocol.messages import (
-    Denied,
-    DescribeFlight,
-    DrainNode,
-    Drains,
-    Forgive,
-    Forgiven,
-    FromCtl,
-    Inject,
-    Injected,
-    NodeName,
-    Role,
-    RoleFlight,
-    ToCtl,
-)
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-Ask = Callable[[FromCtl], Awaitable[concurrent.futures.Future[ToCtl]]]
+Ask = Callable[[m.FromCtl], Awaitable[concurrent.futures.Future[m.ToCtl]]]
 
 FILES = {
     "index.html": "text/html; charset=utf-8",
@@ -95,20 +81,20 @@ class Action(Struct, forbid_unknown_fields=True):
 class Kill(Action, tag="kill", tag_field="do", forbid_unknown_fields=True):
     """A worker, or a whole node."""
 
-    role: Role | None = None
-    node: NodeName | None = None
+    role: m.Role | None = None
+    node: m.NodeName | None = None
 
 
 class ForgiveNode(Action, tag="forgive", tag_field="do", forbid_unknown_fields=True):
     """Forget what counts against it."""
 
-    node: NodeName = ""
+    node: m.NodeName = ""
 
 
 class Drain(Action, tag="drain", tag_field="do", forbid_unknown_fields=True):
     """Take it out, without a failure."""
 
-    node: NodeName = ""
+    node: m.NodeName = ""
 
 
 _ACTION = msgspec.json.Decoder(Kill | ForgiveNode | Drain)
@@ -270,12 +256,12 @@ class Page:
         role = request.query_params.get("role", "")
         if not re.fullmatch(r"[0-9]{1,9}", role):
             return _no(400, "which role?")
-        match await self._answer(DescribeFlight(int(role))):
-            case RoleFlight(_, log) if log is not None:
+        match await self._answer(m.DescribeFlight(int(role))):
+            case m.RoleFlight(_, log) if log is not None:
                 return _json(_flight(log))
-            case RoleFlight():
+            case m.RoleFlight():
                 return _no(404, "no worker of this role has begun on its node")
-            case Denied(error):
+            case m.Denied(error):
                 return _no(404, error)
         return _no(503, "the controller does not answer")
 
@@ -319,18 +305,18 @@ class Page:
             return _no(400, "no such action")
         if (found := await self._overviews.get()) is None:
             return _no(503, "the controller does not answer")
-        question: FromCtl
+        question: m.FromCtl
         loss = moves = None
         match asked:
             case Kill(role=None, node=str(node)) if found.has_node(node):
-                question, says = Inject(node=node), f"SIGKILL everything on node {node}"
+                question, says = m.Inject(node=node), f"SIGKILL everything on node {node}"
                 loss = found.loss(node)
             case Kill(role=int(role), node=None) if found.has_role(role):
-                question, says = Inject(role=role), f"SIGKILL the worker of role {role}"
+                question, says = m.Inject(role=role), f"SIGKILL the worker of role {role}"
             case ForgiveNode(node=node) if node in found.struck:
-                question, says = Forgive(node), f"forget what counts against node {node}"
+                question, says = m.Forgive(node), f"forget what counts against node {node}"
             case Drain(node=node) if found.has_node(node):
-                question, says = DrainNode(node), f"take node {node} out"
+                question, says = m.DrainNode(node), f"take node {node} out"
                 moves = found.drain(node)
             case _:
                 return _no(404, "there is no such node or role")
@@ -338,20 +324,20 @@ class Page:
             about = {"says": says, "loss": loss, "moves": moves}
             return _json({"confirm": self._operator.ask(says), **about}, 202)
         match await self._answer(question):
-            case Injected(killed):
+            case m.Injected(killed):
                 who = killed if isinstance(killed, str) else f"role {killed}"
                 return _json({"done": f"killed {who}"})
-            case Forgiven(node, strikes):
+            case m.Forgiven(node, strikes):
                 return _json({"done": f"forgiven {node}: {strikes} strikes"})
-            case Drains(node, roles):
+            case m.Drains(node, roles):
                 return _json({"done": f"draining {node}: {roles} roles move, then it ends"})
-            case Denied(error) if moves is not None:
+            case m.Denied(error) if moves is not None:
                 return _no(409, error)
-            case Denied():
+            case m.Denied():
                 return _no(404, "there is no such node or role any more")
         return _no(503, "the controller does not answer")
 
-    async def _answer(self, question: FromCtl) -> ToCtl | None:
+    async def _answer(self, question: m.FromCtl) -> m.ToCtl | None:
         """The answer of the controller, or of the agent that it asks; None: there is none."""
         try:
             waiting = await self._ask(question)

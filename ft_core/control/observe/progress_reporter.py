@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ft_core.control.cluster_state import ClusterState
+from ft_core.control.cluster.progress import Progress
+from ft_core.control.cluster.state import ClusterState
 from ft_core.control.decide.forming import ranked
 from ft_core.control.events import PrintConsole
 from ft_core.control.observe import explain
 from ft_core.control.phases import Done, Forming, Phase, Quiescing, Rebuilding, Running, Saving, Waiting
-from ft_core.control.progress import Progress
 
 FIRST = 10.0
 """Seconds after which it is said for the first time; then after twice as long each time, so that what takes
@@ -35,7 +35,7 @@ class ProgressReporter:
                 return []
             return [PrintConsole(f"ftrun: all roles train, after {now - since:.0f} s")]
         if self._since is None:
-            self._since, self._starts = now, not cluster.trained
+            self._since, self._starts = now, not cluster.versions.trained
         # Each is said when as much time has passed as all before it together.
         if now - self._since < self._wait:
             return []
@@ -79,4 +79,4 @@ def _doing(cluster: ClusterState, phase: Phase, progress: Progress | None) -> st
     done = f"{len(cluster.places) - len(awaited.roles)} of {len(cluster.places)} roles {verb}"
     names = sorted({cluster.places[role] for role in awaited.roles if role in cluster.places})
     awaiting = f"not yet: roles {explain.some(sorted(awaited.roles))} on {explain.some(names)}"
-    return f"{'recovering' if cluster.trained else 'starting'}: {done}; {awaiting}"
+    return f"{'recovering' if cluster.versions.trained else 'starting'}: {done}; {awaiting}"

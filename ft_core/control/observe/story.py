@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ft_core.control.cluster_state import ClusterState
+from ft_core.control.cluster.state import ClusterState
 from ft_core.control.events import PrintConsole, Record
 from ft_core.control.observe.explain import some
 from ft_core.control.phases import Forming, Phase, Rebuilding
@@ -139,7 +139,7 @@ class Story:
         """An epoch has ended, or ends already."""
         if "spent" in record.more and self._recovery is None:
             noticing = record.more.get("unfinished", {}).get(Cause.DETECTION, 0.0)
-            self._recovery = _Recovery(wall - noticing, record.event, reason, cluster.newest_seen)
+            self._recovery = _Recovery(wall - noticing, record.event, reason, cluster.versions.newest_seen)
         if record.event != "detected":
             return []
         found = self._recovery
@@ -151,7 +151,7 @@ class Story:
             if found.failures > FEW:
                 found.untold.append(record.more.get("node") or reason)
                 return []
-        where = f" in step {cluster.newest_seen + 1:,}" if cluster.trained else ""
+        where = f" in step {cluster.versions.newest_seen + 1:,}" if cluster.versions.trained else ""
         return [f"failure{where}: {what}"]
 
     def _decided(self, record: Record, cluster: ClusterState) -> list[str]:
@@ -160,7 +160,7 @@ class Story:
             return []
         found.moved |= record.more.get("moved", {})
         found.version, found.origin = record.more.get("version"), str(record.more.get("origin"))
-        found.reached = max(found.reached, cluster.newest_seen)
+        found.reached = max(found.reached, cluster.versions.newest_seen)
         untold, found.untold = found.untold, []
         many = "s" * (len(untold) != 1)
         return [f"{len(untold):,} further failure{many}: {some(untold)}"] if untold else []

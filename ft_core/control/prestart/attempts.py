@@ -13,7 +13,8 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from ft_core.control.cluster_state import ClusterState, Node, to
+from ft_core.control.cluster.node import Node, sends_to
+from ft_core.control.cluster.state import ClusterState
 from ft_core.control.decide.groups import Places, by_node
 from ft_core.control.decide.plans import prepare
 from ft_core.control.decide.records import completed
@@ -126,7 +127,7 @@ class Prestart:
         idle = {name: cluster.nodes[name].idle for name in set(places.values())} if leaves else {}
         here = set(cluster.places)
         self.attempt = PrestartAttempt(places, here, Stop(bool(leaves), set(here)), leaves, now, idle)
-        return to(cluster.nodes_with_roles(), SendCounts())
+        return sends_to(cluster.nodes_with_roles(), SendCounts())
 
     def leave(self, cluster: ClusterState, node: str, now: float) -> list[Effect]:
         """Have all stop at the end of the same step, without anybody starting, for a node's replica groups to
@@ -139,7 +140,7 @@ class Prestart:
         attempt = self.attempt
         return "" if attempt is None or attempt.places or attempt.stop.unheld else attempt.leaves
 
-    def counted(self, cluster: ClusterState, message: OperationCounts) -> list[Effect]:
+    def on_counts(self, cluster: ClusterState, message: OperationCounts) -> list[Effect]:
         """A role that takes part says which operations of the start-up phase it has on record."""
         attempt = self.attempt
         if attempt is None or message.role not in attempt.uncounted:
@@ -187,7 +188,7 @@ class Prestart:
         order = None if self.attempt is None else self.attempt.orders.get(node.name)
         return [Send(node.peer, order)] if order is not None and set(order.roles) - set(shown) else []
 
-    def prepared(
+    def on_prepared(
         self, cluster: ClusterState, node: str, role: int, counts: Counts, running: bool, now: float
     ) -> list[Effect]:
         """A role's worker has started there, and waits for its state."""
@@ -203,14 +204,14 @@ class Prestart:
         attempt = self.attempt
         return [] if attempt is None or not attempt.complete else attempt.stop.ask_again(cluster, now)
 
-    def beat(self, cluster: ClusterState, node: str) -> list[Effect]:
+    def on_beat(self, cluster: ClusterState, node: str) -> list[Effect]:
         """A node's heartbeat says how far its roles have come."""
-        return [] if self.attempt is None else self.attempt.stop.beat(cluster, node)
+        return [] if self.attempt is None else self.attempt.stop.on_beat(cluster, node)
 
-    def held(self, cluster: ClusterState, role: int, now: float) -> list[Effect]:
+    def on_paused(self, cluster: ClusterState, role: int, now: float) -> list[Effect]:
         """A role that takes part has stopped at the end of its step. So do all, or hardly later."""
         attempt = self.attempt
-        return [] if attempt is None or not attempt.complete else attempt.stop.stopped(cluster, role, now)
+        return [] if attempt is None or not attempt.complete else attempt.stop.on_paused(cluster, role, now)
 
     def due(self, cluster: ClusterState, now: float) -> list[int]:
         """The roles with which the next epoch is to begin now, since nobody would be disturbed by it."""
@@ -296,12 +297,12 @@ class Prestart:
             return []
         return self._end(cluster, attempt, "not_moving", "an epoch has ended first")
 
-    def stepped(self) -> None:
+    def on_stepped(self) -> None:
         """All roles have finished a step in this epoch."""
         if self.returned.roles:
             self.returned, self.failed, self.pause = Returned(set(), 0.0), 0, PAUSE
 
-    def node_joined(self) -> None:
+    def on_node_joined(self) -> None:
         """Worth another attempt."""
         self.failed = 0
 

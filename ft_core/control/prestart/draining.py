@@ -14,7 +14,8 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ft_core.control.cluster_state import ClusterState, Node, to
+from ft_core.control.cluster.node import Node, sends_to
+from ft_core.control.cluster.state import ClusterState
 from ft_core.control.decide.groups import Places
 from ft_core.control.decide.role_placement import PlacementCapacity
 from ft_core.control.events import Close, Effect, Peer, Record, Send
@@ -63,7 +64,7 @@ class Draining:
     # -- who is drained ----------------------------------------------------------------------------
 
     def ask(
-        self, cluster: ClusterState, returning: Prestart, peer: Peer, asked: NodeName, why_not: str
+        self, cluster: ClusterState, prestart: Prestart, peer: Peer, asked: NodeName, why_not: str
     ) -> list[Effect]:
         """Somebody wants this node out. `why_not`: why nothing can begin at present; empty, as a rule."""
         names = [name for name in cluster.nodes if asked in (name, place(name))]
@@ -74,14 +75,14 @@ class Draining:
         if name not in cluster.draining:
             if reason := why_not or self.objection(cluster, name):
                 return [Send(peer, Denied(error=f"node {name} cannot be drained: {reason}"))]
-            effects = self.begin(cluster, returning, name, "ftctl drain")
+            effects = self.begin(cluster, prestart, name, "ftctl drain")
         before = cluster.draining[: cluster.draining.index(name)]
         return [*effects, Send(peer, Drains(name, len(roles), before))]
 
     def begin(
         self,
         cluster: ClusterState,
-        returning: Prestart,
+        prestart: Prestart,
         name: NodeName,
         why: str,
         deadline: float = math.inf,
@@ -96,8 +97,8 @@ class Draining:
             Send(cluster.nodes[name].peer, Drain(wanted=True)),
             Record("draining", cluster.epoch, why, roles, {"node": name}),
         ]
-        if returning.on(name):
-            effects += returning.fail(cluster, f"node {name} is to be drained")
+        if prestart.on(name):
+            effects += prestart.fail(cluster, f"node {name} is to be drained")
         return effects
 
     def goes_by(self, cluster: ClusterState, name: NodeName, deadline: float) -> None:
@@ -106,14 +107,14 @@ class Draining:
             self._deadlines[name] = deadline
             cluster.draining.sort(key=lambda each: self._deadlines.get(each, math.inf))
 
-    def forget(self, cluster: ClusterState, returning: Prestart, name: NodeName) -> list[Effect]:
+    def forget(self, cluster: ClusterState, prestart: Prestart, name: NodeName) -> list[Effect]:
         """A node is not taken out any more: the job ends, as somebody wants it."""
         if name not in cluster.draining:
             return []
         cluster.draining.remove(name)
-        attempt = returning.attempt
+        attempt = prestart.attempt
         if attempt is not None and attempt.leaves == name:
-            return returning.fail(cluster, "the job was told to end (SIGTERM)")
+            return prestart.fail(cluster, "the job was told to end (SIGTERM)")
         return []
 
     def objection(self, cluster: ClusterState, name: NodeName, unfit: Collection[NodeName] = ()) -> str:
@@ -132,7 +133,7 @@ class Draining:
             )
         return ""
 
-    def greeted(self, cluster: ClusterState, node: Node, known: bool) -> list[Effect]:
+    def on_greeting(self, cluster: ClusterState, node: Node, known: bool) -> list[Effect]:
         """A node has come, and says whether it is drained; if it was `known`, it may have missed that."""
         wanted = node.name in cluster.draining
         if node.hello.draining and not wanted and not known:
@@ -145,7 +146,7 @@ class Draining:
             effects.append(Send(node.peer, SendHeartbeat(self._number)))
         return effects
 
-    def lost(self, cluster: ClusterState, node: NodeName) -> list[Effect]:
+    def on_node_lost(self, cluster: ClusterState, node: NodeName) -> list[Effect]:
         """A node is about to be forgotten as lost."""
         if node not in cluster.draining:
             return []
@@ -153,39 +154,37 @@ class Draining:
 
     # -- its roles move ----------------------------------------------------------------------------
 
-    def tick(self, cluster: ClusterState, returning: Prestart, now: float) -> list[Effect]:
+    def tick(self, cluster: ClusterState, prestart: Prestart, now: float) -> list[Effect]:
         """All roles have finished a step in this epoch, and none of them has come to the end of training."""
-        attempt = returning.attempt
+        attempt = prestart.attempt
         if attempt is not None:
             limit = cluster.settings.hang_limit
             if attempt.complete or now - attempt.since < limit:
-                return returning.ask_again(cluster, now)
+                return prestart.ask_again(cluster, now)
             late = sorted(attempt.places.keys() - attempt.ready.keys())
             reason = f"roles {late} were not ready elsewhere within --ft-hang-limit, {limit:g} s"
-            failed = returning.fail(cluster, reason)
+            failed = prestart.fail(cluster, reason)
             if not attempt.leaves:
                 return failed
-            return [*failed, *self._give_up(cluster, returning, attempt.leaves, reason)]
+            return [*failed, *self._give_up(cluster, prestart, attempt.leaves, reason)]
         name = next((name for name in cluster.draining if name in cluster.roles_by_node), None)
         if name is None:
             return self._let_go(cluster, now) if cluster.draining else []
-        if returning.moves_failed >= ATTEMPTS:
-            return self._give_up(cluster, returning, name, f"{ATTEMPTS} starts of its roles elsewhere failed")
+        if prestart.moves_failed >= ATTEMPTS:
+            return self._give_up(cluster, prestart, name, f"{ATTEMPTS} starts of its roles elsewhere failed")
         places = _elsewhere(cluster, cluster.roles_by_node[name], now)
         if places is None:
             time_left = self._deadlines.get(name, math.inf) - now
-            if returning.clears(cluster) or (cluster.checking() and time_left > CHECK):
+            if prestart.clears(cluster) or (cluster.checking() and time_left > CHECK):
                 return []
             if self._deadlines.get(name, math.inf) < math.inf and can_shrink(cluster, name):
-                return returning.leave(cluster, name, now)
-            return self._give_up(
-                cluster, returning, name, _no_room(cluster, len(cluster.roles_by_node[name]))
-            )
-        return returning.begin(cluster, places, now, leaves=name)
+                return prestart.leave(cluster, name, now)
+            return self._give_up(cluster, prestart, name, _no_room(cluster, len(cluster.roles_by_node[name])))
+        return prestart.begin(cluster, places, now, leaves=name)
 
-    def _give_up(self, cluster: ClusterState, returning: Prestart, name: NodeName, why: str) -> list[Effect]:
+    def _give_up(self, cluster: ClusterState, prestart: Prestart, name: NodeName, why: str) -> list[Effect]:
         """Use a node as before."""
-        returning.moves_failed = 0
+        prestart.moves_failed = 0
         cluster.draining.remove(name)
         return [
             Record(
@@ -210,7 +209,7 @@ class Draining:
                 return []  # it stays, and keeps copies, until another node comes
             self._number, cluster.departing = self._number + 1, name
             self._going = LettingGo(name, {node.name for node in cluster.nodes_with_roles()})
-            return to(cluster.nodes_with_roles(), SendHeartbeat(self._number))
+            return sends_to(cluster.nodes_with_roles(), SendHeartbeat(self._number))
         if going.unheard or now < going.look_at:
             return []
         going.look_at = now + LOOK
@@ -229,7 +228,7 @@ class Draining:
             Close(node.peer),
         ]
 
-    def beat(self, node: Node, beat: Heartbeat) -> None:
+    def on_beat(self, node: Node, beat: Heartbeat) -> None:
         """Perhaps it knows by now who keeps no copies any more."""
         going = self._going
         if going is not None and beat.answers == self._number:

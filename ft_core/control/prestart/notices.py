@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ft_core.control.cluster_state import ClusterState, Node
+from ft_core.control.cluster.node import Node
+from ft_core.control.cluster.state import ClusterState
 from ft_core.control.events import Effect, Record, Send
 from ft_core.control.prestart.attempts import Prestart
 from ft_core.control.prestart.draining import Draining, can_shrink
@@ -64,7 +65,7 @@ class Notices:
     def __init__(self) -> None:
         self._going: dict[NodeName, _Going] = {}
 
-    def heard(self, cluster: ClusterState, node: Node, notice: Notice, now: float) -> list[Effect]:
+    def on_notice(self, cluster: ClusterState, node: Node, notice: Notice, now: float) -> list[Effect]:
         """A node says that its machine is about to go; or not any more, and then a drain goes on."""
         known = self._going.get(node.name)
         if not notice.reason:
@@ -97,7 +98,7 @@ class Notices:
             known = self._going[node.name] = _Going(why, math.inf, now, drained=drained)
         known.sick, known.sick_since = True, now
 
-    def forgiven(self, where: str) -> None:
+    def forgive(self, where: str) -> None:
         """Somebody has looked at that machine: its devices are no reason any more. What has begun goes on."""
         for name, going in list(self._going.items()):
             if place(name) == where and going.sick:
@@ -105,7 +106,7 @@ class Notices:
                 if going.deadline == math.inf and not (going.told or going.drained or going.noticed):
                     del self._going[name]
 
-    def told(self, cluster: ClusterState, node: Node, now: float) -> list[Effect]:
+    def on_told(self, cluster: ClusterState, node: Node, now: float) -> list[Effect]:
         """A node has got SIGTERM."""
         if node.name in cluster.draining:
             self._going[node.name] = _Going(SIGTERM, now + GRACE, now, told=True, drained=True)

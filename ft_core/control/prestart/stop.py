@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ft_core.control.cluster_state import ClusterState, to
+from ft_core.control.cluster.node import sends_to
+from ft_core.control.cluster.state import ClusterState
 from ft_core.control.events import Effect, Record
 from ft_core.protocol.messages import PauseAfterStep, RoleBeat, SendHeartbeat
 
@@ -47,7 +48,7 @@ class Stop:
         self.asked += 1
         self.no_later_than = now + (STEPS + every) * longest + 1
         self.unheard = {node.name for node in cluster.nodes_with_roles()}
-        return to(cluster.nodes_with_roles(), SendHeartbeat())
+        return sends_to(cluster.nodes_with_roles(), SendHeartbeat())
 
     def ask_again(self, cluster: ClusterState, now: float) -> list[Effect]:
         """Ask all once more, where nobody's step is to be cut off and not all have stopped after the same
@@ -57,7 +58,7 @@ class Stop:
         self.held, self.unheld = False, set(cluster.places)
         return self.ask(cluster, now)
 
-    def beat(self, cluster: ClusterState, node: str) -> list[Effect]:
+    def on_beat(self, cluster: ClusterState, node: str) -> list[Effect]:
         """A node's heartbeat says how far its roles have come."""
         if node not in self.unheard:
             return []
@@ -65,9 +66,9 @@ class Stop:
         if self.unheard:
             return []
         newest = max((beat.step for beat in _beats(cluster)), default=0)
-        return to(cluster.nodes_with_roles(), PauseAfterStep(epoch=cluster.epoch, step=newest + NOTICE))
+        return sends_to(cluster.nodes_with_roles(), PauseAfterStep(epoch=cluster.epoch, step=newest + NOTICE))
 
-    def stopped(self, cluster: ClusterState, role: int, now: float) -> list[Effect]:
+    def on_paused(self, cluster: ClusterState, role: int, now: float) -> list[Effect]:
         """A role has stopped at the end of its step. So do all, or hardly later."""
         self.unheld.discard(role)
         if self.held:
@@ -84,7 +85,7 @@ class Stop:
 
 def release(cluster: ClusterState) -> list[Effect]:
     """Tell all who train that they need not stop after all."""
-    return to(cluster.nodes_with_roles(), PauseAfterStep(epoch=0, step=0))
+    return sends_to(cluster.nodes_with_roles(), PauseAfterStep(epoch=0, step=0))
 
 
 def _beats(cluster: ClusterState) -> list[RoleBeat]:

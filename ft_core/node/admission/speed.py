@@ -1,7 +1,7 @@
 """How fast this node computes, copies memory and sends to itself: for a comparison with nodes alike.
 
 On a host it is the thread's own processor time that counts: other processes that use the cores make it no
-longer. What is slow in itself is judged by nobody here, see `control.liveness.peers`.
+longer. What is slow in itself is judged by nobody here, see `control.liveness.outliers`.
 """
 
 from __future__ import annotations

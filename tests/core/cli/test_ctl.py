@@ -20,7 +20,7 @@ from ft_core.cli import ctl, events, nodes, status, top
 from ft_core.cli.ask import DeniedError, Line
 from ft_core.cli.doctor import job as doctor
 from ft_core.cli.doctor.case import Case
-from ft_core.control.cluster_state import Node
+from ft_core.control.cluster.node import Node
 from ft_core.control.events import Arriving, Disconnected, Received, Send
 from ft_core.control.machine import Controller
 from ft_core.control.phases import Running
@@ -64,7 +64,8 @@ class Large:
             node.beats = {r: m.RoleBeat(r, 500, 500, [499, 500], 500, 2.0, 0.0, 0, 0) for r in roles}
             kept = [(role - PER_NODE) % len(places) for role in roles]
             node.replicas = {f"{role}x1-0": [499, 500] for role in kept}
-            cluster.catalogue |= {role: {f"{role}x1-0": str(role), "all": "0"} for role in roles}
+            for role in roles:
+                cluster.catalogue.learn(role, {f"{role}x1-0": str(role), "all": "0"})
             cluster.add(node)
         self.names, self.largest, self.longest, self.asked = names, 0, 0.0, 0
         self.answers: list[m.ToCtl] = []

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from ft_core.control import decisions
-from ft_core.control.completion import INTERVAL
+from ft_core.control import decisions, succession
+from ft_core.control.cluster.completion import INTERVAL
 from ft_core.control.events import (
     Admitted,
     Close,
@@ -31,7 +31,6 @@ from ft_core.control.events import (
     Terminate,
     Tick,
 )
-from ft_core.control.lead import takeover
 from ft_core.control.liveness import suspicion
 from ft_core.control.machine import Controller
 from ft_core.control.phases import Forming
@@ -328,7 +327,8 @@ class ControlPlane:
         recorded = {record.event: record.epoch for record in self.records}
         about = self.settings, "/job", lambda: f"{next(self._names):x}", recorded, self.id
         spent, at = self.spent
-        self.controller = Controller(*about, term=term, settled=settled, spent=spent, ago=self.now - at)
+        time = {"spent": spent, "ago": self.now - at, "wall": self.now}
+        self.controller = Controller(*about, term=term, settled=settled, **time)
 
     def group(self, role: int) -> ReplicaGroup:
         index = role * self.groups // self.settings.world_size
@@ -503,7 +503,7 @@ def test_a_node_dies_with_its_first_word_on_its_state() -> None:
         for role in agent.workers:
             agent.step(role, 1)
             if agent is lost:
-                job.controller.cluster.catalogue.clear()  # it did not arrive
+                job.controller.cluster.catalogue.forget()  # it did not arrive
     lose(job, "node1")
     job.all_report()
     assert job["spare" if "spare" in job.agents else "node2"].plan.roles == {0: "node0", 1: "node2"}
@@ -1245,7 +1245,7 @@ def test_a_node_that_died_with_the_controller_is_missed() -> None:
     restart(job, "node0", "node2")
     job.wait(0.1)
     tell(job)
-    job.wait(takeover.GRACE - 0.5)
+    job.wait(succession.GRACE - 0.5)
     assert job.phase == "rebuilding"
     job.wait(1)
     assert job.records_of("detected")[0].reason == "lost while the controller was away"
@@ -1264,7 +1264,7 @@ def test_a_rack_that_died_with_the_controller_is_missed_as_soon_as_a_node(racks:
     restart(job, "node2", "node3", "node4", "node5")
     job.wait(0.1)
     tell(job)
-    job.wait(takeover.GRACE + takeover.QUIET + 0.5)
+    job.wait(succession.GRACE + succession.QUIET + 0.5)
     assert bool(job.records_of("detected")) is racks
     job.wait(job.settings.silence_limit)
     assert job.records_of("detected")
@@ -1277,11 +1277,11 @@ def test_where_nodes_take_long_to_come_back_the_last_ones_have_longer() -> None:
     job.wait(0.1)
     tell(job)
     for name in ("node1", "node2"):
-        job.wait(takeover.QUIET - 0.1)
+        job.wait(succession.QUIET - 0.1)
         job[name].greet()
-        job.wait(takeover.QUIET - 0.1)
+        job.wait(succession.QUIET - 0.1)
         job.controller.handle(Admitted(), job.now)  # somebody is on his way
-    job.wait(takeover.QUIET + 2.0)
+    job.wait(succession.QUIET + 2.0)
     assert job.phase == "rebuilding", "it took the others more than four seconds"
     job["node3"].greet()
     job.wait(0.1)
@@ -1294,7 +1294,7 @@ def test_a_successor_waits_for_spares_and_their_copies() -> None:
     restart(job, "node0", "node1")
     job.wait(0.1)
     tell(job)
-    job.wait(takeover.GRACE - 0.5)
+    job.wait(succession.GRACE - 0.5)
     assert job.phase == "rebuilding", "all nodes with roles are there, and one that keeps copies is not"
     job["node2"].greet()
     job.wait(0.2)
@@ -1311,7 +1311,7 @@ def test_a_spare_that_came_after_the_plan_and_died_with_the_controller_is_retrac
     restart(job, "node0", "node1")
     job.wait(0.1)
     tell(job)
-    job.wait(takeover.GRACE + 0.2)
+    job.wait(succession.GRACE + 0.2)
     assert job.phase == "running"
     assert "spare" not in job["node0"].plan.nodes and "spare" not in job["node1"].plan.nodes
 
@@ -1482,7 +1482,7 @@ def test_where_a_newcomers_script_begins_is_not_where_the_job_did() -> None:
     job = ControlPlane()
     job.all_step(1)
     job["node0"].say(replace(job["node0"].layouts[0], initial=6))
-    assert job.controller.cluster.initial_version == 0 and job.controller.cluster.trained
+    assert job.controller.cluster.versions.initial == 0 and job.controller.cluster.versions.trained
 
 
 @pytest.mark.parametrize("version", [6, 1])
@@ -1521,7 +1521,7 @@ def test_a_successor_learns_from_any_agent_which_parts_of_the_script_are_over() 
     restart(job, "node0", "node2")
     job.wait(0.1)
     tell(job)
-    job.wait(takeover.GRACE + 0.2)
+    job.wait(succession.GRACE + 0.2)
     job.all_report()
     plan = job["node2"].plan
     assert plan is not None and plan.roles[1] == "node2" and plan.parts == [1]
@@ -1626,7 +1626,7 @@ def test_a_group_is_lost_before_anybody_has_trained_anew() -> None:
     assert job.records_of("starting_over")
     job["node1"].say(job["node1"].crash(1))
     job.all_report()
-    assert job.controller.cluster.restart_epoch and job.phase == "running"
+    assert job.controller.cluster.script.restart_epoch and job.phase == "running"
     lose(job, "node1")
     job.all_report()
     assert job.phase == "waiting" and "not been copied yet" in job.records_of("waiting")[0].reason

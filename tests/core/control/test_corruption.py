@@ -178,7 +178,7 @@ def test_agents_hear_what_is_alike_once_all_holders_have_said_so() -> None:
     job = pair()
     assert verified(job["node0"]) == verified(job["node1"]) == [1]
     job["node0"].say(m.Checksums(1, 0, job["node0"].workers[0], 0, {2: {SEGMENT: GOOD}}))
-    assert job.controller.cluster.verified == 1 and verified(job["node1"]) == [1]
+    assert job.controller.cluster.versions.verified == 1 and verified(job["node1"]) == [1]
     job["node1"].say(m.Checksums(1, 1, job["node1"].workers[1], 0, {2: {SEGMENT: GOOD}}))
     assert verified(job["node0"]) == verified(job["node1"]) == [1, 2]
 
@@ -224,7 +224,7 @@ def test_who_is_wrong_again_is_replaced() -> None:
     assert job.phase == "running" and job.controller.cluster.current_plan.version == 1
     tell(job, 2, GOOD, GOOD)
     assert [record.roles for record in job.records_of("corruption")] == [(1,)]
-    assert job.controller.cluster.verified == 2
+    assert job.controller.cluster.versions.verified == 2
 
 
 def test_who_differ_for_a_reason_are_said_once_and_train_on() -> None:

@@ -9,7 +9,7 @@ import pytest
 from core.control.test_controller_machine import ControlPlane, sent
 from core.fleet import Fleet
 
-from ft_core.control.completion import INTERVAL, apart
+from ft_core.control.cluster.completion import INTERVAL, apart
 from ft_core.control.events import End
 from ft_core.node.workers.worker_table import in_words
 from ft_core.protocol.messages import Fault, Issued, SendIssued, Suspect, WorkerLost

@@ -38,9 +38,9 @@ def recorded() -> Iterator[tuple[str, str]]:
 
 
 BY_VARIABLE = {
-    "state_restored": "progress.py",
-    "communicators_ready": "progress.py",
-    "resumed": "progress.py",
+    "state_restored": "cluster/progress.py",
+    "communicators_ready": "cluster/progress.py",
+    "resumed": "cluster/progress.py",
     "left": "recovery.py",
     "returned": "recovery.py",
     "not_moving": "prestart/attempts.py",

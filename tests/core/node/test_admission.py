@@ -19,7 +19,7 @@ from xxhash import xxh3_64_hexdigest
 from ft_core.cli.doctor import command
 from ft_core.control.admission import PATIENCE
 from ft_core.control.decisions import SPARES_COME
-from ft_core.control.liveness import peers
+from ft_core.control.liveness import outliers
 from ft_core.node import events as e
 from ft_core.node.admission import child, examination, known_answer, limits, speed
 from ft_core.node.admission.checked import findings
@@ -420,12 +420,12 @@ def test_who_is_far_slower_than_its_like_twice_is_sick() -> None:
 
 def test_only_gross_outliers_stand_out() -> None:
     others = [{"matmul": Timing(1.0, worst)} for worst in (1.0, 1.0, 1.5)]
-    assert peers.slower({"matmul": Timing(3.1, 9.0)}, others) == {"matmul": 3.1}
-    assert not peers.slower({"matmul": Timing(3.0, 9.0)}, others)
-    assert not peers.slower({"matmul": Timing(9.0, 9.0)}, others[:2]), "of two nobody knows which is slow"
+    assert outliers.slower({"matmul": Timing(3.1, 9.0)}, others) == {"matmul": 3.1}
+    assert not outliers.slower({"matmul": Timing(3.0, 9.0)}, others)
+    assert not outliers.slower({"matmul": Timing(9.0, 9.0)}, others[:2]), "of two nobody knows which is slow"
     noisy = [{"matmul": Timing(1.0, worst)} for worst in (1.0, 4.0, 5.0)]
-    assert not peers.slower({"matmul": Timing(9.0, 9.0)}, noisy)
-    assert not peers.slower({"memory": Timing(9.0, 9.0)}, others)
+    assert not outliers.slower({"matmul": Timing(9.0, 9.0)}, noisy)
+    assert not outliers.slower({"memory": Timing(9.0, 9.0)}, others)
 
 
 # -- before the first step -----------------------------------------------------------------------------

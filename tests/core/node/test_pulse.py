@@ -18,8 +18,8 @@ import pytest
 from processes import alive
 from waiting import wait_for_value
 
-from ft_core.control.liveness.pulses import BATCH, heard
 from ft_core.control.liveness.suspicion import NodeLiveness
+from ft_core.control.pulse_listener import BATCH, heard
 from ft_core.errors import AuthenticationError, ProtocolError
 from ft_core.protocol.messages import Pulse
 from ft_core.protocol.pulses import MAX_BYTES, Seal, receiver, sender

@@ -24,11 +24,11 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
-from ft_core.control.cluster_state import ClusterState
+from ft_core.control.cluster.progress import Progress
+from ft_core.control.cluster.state import ClusterState
 from ft_core.control.liveness.hangs.finding import Case, Finding
 from ft_core.control.liveness.hangs.operations import Operation
 from ft_core.control.liveness.hangs.waiting import For, Wait, waits_for
-from ft_core.control.progress import Progress
 from ft_core.protocol.flight import NEWEST, FlightLog
 from ft_core.protocol.messages import Flights, RoleBeat, SendFlight
 
@@ -158,7 +158,7 @@ class Detector:
         self._asked, self._before, self._said, self._suspects = None, (), (), ()
         self._next, self._closely, self._waiting = 0.0, (), None
 
-    def beat(self, beats: Mapping[int, RoleBeat], now: float) -> None:
+    def on_beat(self, beats: Mapping[int, RoleBeat], now: float) -> None:
         """How far the roles of a node are."""
         moved = False
         for role, beat in beats.items():
@@ -186,7 +186,7 @@ class Detector:
             if len(self._excuses) > _EXCUSES:
                 del self._excuses[next(iter(self._excuses))]
 
-    def answered(self, node: str, answer: Flights) -> None:
+    def on_flights(self, node: str, answer: Flights) -> None:
         """A node has sent its records."""
         if answer.number == self._number:
             self._answers[node] = answer.logs
@@ -327,7 +327,8 @@ class Detector:
         under way."""
         if finding.proven:
             return START_FLOOR
-        if not cluster.trained:  # of the very first start nothing is known: its operations' time-outs hold
+        if not cluster.versions.trained:
+            # Of the very first start nothing is known: its operations' time-outs hold.
             return math.inf
         known = FACTOR * self._start
         if known and starting >= set(finding.culprits) and not self._again(finding):

@@ -12,7 +12,7 @@ from core.control.decide import plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ft_core.control.cluster_state import hosts_now
+from ft_core.control.cluster.roles_by_node import hosts_now
 from ft_core.control.decide import version_choice
 from ft_core.control.decide.holdings import NodeReport
 from ft_core.control.decide.inventory import NodeInventory

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from core.control.test_controller_machine import Agent, ControlPlane, lose, sent
 
+from ft_core.control import succession
 from ft_core.control.events import Effect, Received
-from ft_core.control.lead import takeover
 from ft_core.control.prestart.attempts import ATTEMPTS
 from ft_core.control.prestart.stop import ASK_AGAIN
 from ft_core.protocol.messages import (
@@ -121,7 +121,7 @@ def test_roles_move_between_two_steps_and_then_the_node_ends() -> None:
     assert plan.version == 1 and plan.newcomers == [1]
     assert job.records_of("decided")[-1].more["moved"] == {1: "node2"}
     assert job["node2"].plan is not None and job["node2"].plan.sources[1], "node1 has what it goes on from"
-    assert not job.records_of("detected") and job.controller.cluster.attempts_without_progress == 0
+    assert not job.records_of("detected") and job.controller.cluster.setbacks.attempts_without_progress == 0
     job.all_step(2)
     effects = job.wait(0.1)
     assert sent(effects, NodesChanged)[job["node0"].peer].nodes == {"node1": None}
@@ -418,7 +418,7 @@ def test_a_successor_goes_on_with_it() -> None:
             for message in agent.kept():
                 agent.say(message)
             break
-    job.wait(takeover.GRACE + 0.5)
+    job.wait(succession.GRACE + 0.5)
     assert job.controller.cluster.draining == ["node1"]
     assert any(isinstance(message, Withdraw) for message in job["node2"].heard), "who was starting ends"
     job.all_step(1)

@@ -36,7 +36,7 @@ class Completion:
     _round: int = 0
     _answers: dict[int, Issued] = field(default_factory=dict)
 
-    def said(self, end: Completed) -> None:
+    def on_completed(self, end: Completed) -> None:
         """A role has come to the end of a part."""
         self.completed[end.role] = end
         epoch, parts, ended = self._ended
@@ -86,7 +86,7 @@ class Completion:
             return SendIssued(round=self._round)
         return None
 
-    def answered(self, answer: Issued, epoch: int) -> str | None:
+    def on_issued(self, answer: Issued, epoch: int) -> str | None:
         """A role says what it has begun. Returns why the roles will never meet again, if so.
 
         What is compared is of one round: later all may go on.

@@ -38,7 +38,7 @@ class Progress:
         self._closed = set(plan.roles).difference(plan.newcomers)
         """Survivors that have not said that they have their communicators."""
 
-    def heard(self, message: Restored | Stepped | Reopened) -> Due | None:
+    def on_progress(self, message: Restored | Stepped | Reopened) -> Due | None:
         """The event that is due, if one is."""
         role = message.role  # INV-15 (events): one comes of the last one that is awaited
         if isinstance(message, Restored):
