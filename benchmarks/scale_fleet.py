@@ -2,8 +2,8 @@
 
 They have no workers and no state, only what they tell of them. What they are told is decoded where it
 concerns them, and else only looked at: their own CPU time is not what is measured. So it is not the machine
-of a real agent (`ft_core.node.machine`) that answers: 25,000 of those, and their plans, would need more memory
-and time than the controller, on the same cores.
+of a real agent (`ft_core.node.machine`) that answers: 25,000 of those, and their plans, would need more
+memory and time than the controller, on the same cores.
 """
 
 from __future__ import annotations
