@@ -419,7 +419,7 @@ class EpochExecutor:
             return None
         worker.doing, worker.role = WorkerState.PLAYING, role
         environment = self.about.environment_of(role, worker.device, master, self.settings)
-        assign = m.Assign(role, self.settings.world_size, environment, plan, self.crew.ending)
+        assign = m.Assign(role, environment, plan, self.crew.ending)
         self.do(ShowRest(role), ToWorker(worker.number, assign))
         return worker
 
