@@ -410,8 +410,7 @@ class Agent(Client):
             case b"SendState":
                 plan = self.fleet.plan
                 assert plan is not None
-                hosts = hosts_of(plan.roles, plan.nodes).values()
-                self.send(*pieces(plan.id, hosts), m.KeptState(plan.state))
+                self.send(*pieces(plan), m.KeptState(plan.state))
             case b"ProbeNodes":
                 asked = msgspec.json.decode(body, type=m.ProbeNodes)
                 self.send(m.NodesProbed(asked.round, dict.fromkeys(asked.nodes, "reached")))

@@ -40,7 +40,7 @@ from ft_core.protocol.messages import (
     SpareStatus,
     Struck,
 )
-from ft_core.protocol.table import hosts_of, pieces
+from ft_core.protocol.table import pieces
 
 Row = TypeVar("Row")
 
@@ -131,7 +131,7 @@ def hosts(cluster: ClusterState, peer: Peer) -> list[Effect]:
     """Where all roles are."""
     if cluster.plan is None:
         return [Send(peer, Denied(error="no role is anywhere yet"))]
-    found = pieces(cluster.plan_id, hosts_of(cluster.plan.roles, cluster.plan.nodes).values())
+    found = pieces(cluster.plan)
     return [Send(peer, HostsFollow(len(found))), *(Send(peer, piece) for piece in found)]
 
 
