@@ -61,13 +61,6 @@ class Admission:
                 what = f"it cannot be made: no answer for {PATIENCE:g} s"
                 self._over(node, [m.NodeCheck("check", m.Soundness.UNKNOWN, "", what)])
 
-    def sweep(self, node: Node) -> None:
-        """Check a node anew that plays no role, before it is given one again."""
-        if node.under_check or node.name in self._cluster.roles_by_node:
-            return
-        node.check = Check(self._out.now)
-        self._ask(node, again=True)
-
     def _ask_all(self) -> None:
         """Ask those that are not to begin with the job; before it begins all, where that is wanted."""
         phase, everybody = self._recovery.phase, self._cluster.settings.preflight == PREFLIGHT_ALL

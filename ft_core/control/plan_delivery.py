@@ -9,7 +9,7 @@ from ft_core.control.cluster.state import ClusterState
 from ft_core.control.decide import plans
 from ft_core.control.events import Effect, Send
 from ft_core.protocol import messages as m
-from ft_core.protocol.table import changes, hosts_of, pieces
+from ft_core.protocol.table import changes, pieces
 
 
 class PlanDelivery:
@@ -74,6 +74,5 @@ class PlanDelivery:
     def _whole_plan(self) -> list[m.Hosts | m.SharedPlan]:
         plan = self._cluster.current_plan
         if not self._whole:
-            hosts = hosts_of(plan.roles, plan.nodes).values()
-            self._whole = [*pieces(plan.id, hosts), m.SharedPlan(plan.id, [], [], plan.state)]
+            self._whole = [*pieces(plan), m.SharedPlan(plan.id, [], [], plan.state)]
         return self._whole

@@ -48,7 +48,7 @@ from ft_core.node.workers.worker_table import NONE, Worker, WorkerState, WorkerT
 from ft_core.protocol import messages as m
 from ft_core.protocol.domains import place
 from ft_core.protocol.groups import runs_of, text_of
-from ft_core.protocol.table import hosts_of, pieces
+from ft_core.protocol.table import pieces, with_news
 from ft_core.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -218,7 +218,7 @@ class EpochExecutor:
         """Give a controller the job's state, which goes with each plan."""
         if self.plan is not None:  # who asks has seen in the greeting that there is one
             plan, (at, kept) = self.plan, self._strikes
-            for piece in pieces(plan.id, hosts_of(plan.roles, plan.nodes).values()):
+            for piece in pieces(plan):
                 self.post(piece)
             strikes = [msgspec.structs.replace(s, age=s.age + self.now - at) for s in kept]
             self.post(m.KeptState(plan.state, strikes))
@@ -353,14 +353,9 @@ class EpochExecutor:
 
     def nodes_changed(self, news: m.NodesChanged) -> None:
         """Nodes without a role have come, or gone, since the plan was made."""
-        if (plan := self.plan) is None or plan.id != news.id:
-            return
-        known = plan.nodes
-        if news.all:
-            known = {name: known[name] for name in dict.fromkeys(plan.roles.values()) if name in known}
-        now = {name: where for name, where in {**known, **news.nodes}.items() if where is not None}
-        self.plan = msgspec.structs.replace(plan, nodes=now)
-        self.do(UsePlan(self.plan))
+        if self.plan is not None and (changed := with_news(self.plan, news)) is not self.plan:
+            self.plan = changed
+            self.do(UsePlan(changed))
 
     def withdraw(self, roles: Collection[int]) -> None:
         """Replace the workers of a replica group that takes no part: others may need the places."""
@@ -419,7 +414,7 @@ class EpochExecutor:
             return None
         worker.doing, worker.role = WorkerState.PLAYING, role
         environment = self.about.environment_of(role, worker.device, master, self.settings)
-        assign = m.Assign(role, self.settings.world_size, environment, plan, self.crew.ending)
+        assign = m.Assign(role, environment, plan, self.crew.ending)
         self.do(ShowRest(role), ToWorker(worker.number, assign))
         return worker
 

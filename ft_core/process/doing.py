@@ -10,7 +10,7 @@ import platform
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -20,7 +20,6 @@ Doing = Literal[
 """`runs`: on a CPU. `blocked`: in uninterruptible sleep (state D). `stopped`: by a signal, or a debugger.
 Else it waits: in a `sleep`, for a `file` to be read, written or found, for the `network`, for another process
 of this machine or itself at the other end of a pipe (`local`), for a `lock`, or for a `process` to end."""
-DOING: tuple[Doing, ...] = get_args(Doing)
 
 _X86: dict[str, tuple[int, ...]] = {
     "fd": (0, 1, 5, 17, 18, 19, 20, 40, 42, 43, 44, 45, 46, 47, 73, 74, 75, 77, 78, 217, 295, 296, 299, 327),

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from msgspec.structs import replace
+
 from ft_core.protocol.groups import roles_in, runs_of, text_of
 from ft_core.protocol.messages import (
     Host,
@@ -15,6 +17,7 @@ from ft_core.protocol.messages import (
     NodeAddress,
     NodeName,
     NodePlan,
+    NodesChanged,
     OwnPlan,
     Plan,
     PlanId,
@@ -50,10 +53,22 @@ def placed(hosts: Iterable[Host]) -> tuple[dict[int, NodeName], dict[NodeName, N
     return dict(sorted(places.items())), nodes
 
 
-def pieces(plan: PlanId, hosts: Iterable[Host]) -> list[Hosts]:
-    """All nodes, as messages."""
-    rows = list(hosts)
-    return [Hosts(plan, rows[at : at + PIECE], at) for at in range(0, len(rows), PIECE)]
+def pieces(plan: Plan) -> list[Hosts]:
+    """All nodes of a plan, as messages."""
+    rows = list(hosts_of(plan.roles, plan.nodes).values())
+    return [Hosts(plan.id, rows[at : at + PIECE], at) for at in range(0, len(rows), PIECE)]
+
+
+def with_news(plan: NodePlan, news: NodesChanged) -> NodePlan:
+    """The plan, once nodes without a role have come or gone since it was made; itself where that is said of
+    another one."""
+    if plan.id != news.id:
+        return plan
+    known = plan.nodes
+    if news.all:
+        known = {name: known[name] for name in dict.fromkeys(plan.roles.values()) if name in known}
+    now = {name: where for name, where in {**known, **news.nodes}.items() if where is not None}
+    return replace(plan, nodes=now)
 
 
 def changes(before: Plan, now: Plan) -> tuple[list[NodeName], list[Host]]:

@@ -17,7 +17,7 @@ from ft_core.protocol.messages import (
     Epoch,
     Layout,
     Message,
-    ProgressFound,
+    Progress,
     SegmentId,
     Size,
     StartupEntries,
@@ -187,7 +187,7 @@ class Failed(Message, frozen=True):
     corrupt: bool = False
 
 
-Found = SegmentFound | LargestBuffer | Accepted | StartupEntries | ProgressFound | Alive
+Found = SegmentFound | LargestBuffer | Accepted | StartupEntries | Progress | Alive
 """Answers a `Question`."""
 
 Answer = PushBegun | BadChunks | SegmentLent | ChunksHere | Found | Failed

@@ -89,7 +89,7 @@ class InPlace:
         if (holder := machine.plan.ahead.get(machine.role)) is None:
             return None
         try:
-            found = self._shell.ask(lambda number: m.AskProgress(number, holder, tensor), m.ProgressFound)
+            found = self._shell.ask(lambda number: m.AskProgress(number, holder, tensor), m.Progress)
             envelope = decode(found.envelope.encode())
         except (FtError, ValueError) as error:
             log.info("role %d: %s; its script gets to the others with the epoch to come", machine.role, error)

@@ -200,8 +200,8 @@ class WorkerMachine:
 
     def _hear(self, message: Order) -> None:
         match message:
-            case m.Assign(role, world_size, _, plan):
-                self.role, self.world_size = role, world_size
+            case m.Assign(role, _, plan):
+                self.role, self.world_size = role, plan.began_with.roles
                 self.announced = plan.epoch
                 self._go(StartUp())
                 self._do(TakeRole(message))

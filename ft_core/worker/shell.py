@@ -36,8 +36,8 @@ from ft_core.worker.states import Finished, NoRole, State
 log = logging.getLogger(__name__)
 _NOTED = 5.0
 """Seconds that an agent has to take note of a failure."""
-Reply = m.Allocated | m.Refused | m.ConfigureAnswer | m.StartupEntries | m.ProgressFound
-R = TypeVar("R", m.Allocated, m.ConfigureAnswer, m.StartupEntries, m.ProgressFound)
+Reply = m.Allocated | m.Refused | m.ConfigureAnswer | m.StartupEntries | m.Progress
+R = TypeVar("R", m.Allocated, m.ConfigureAnswer, m.StartupEntries, m.Progress)
 
 
 class WorkerShell:
@@ -188,7 +188,7 @@ class WorkerShell:
 
     def _hear(self, message: m.ToWorker) -> None:
         match message:
-            case m.Allocated() | m.Refused() | m.ConfigureAnswer() | m.StartupEntries() | m.ProgressFound():
+            case m.Allocated() | m.Refused() | m.ConfigureAnswer() | m.StartupEntries() | m.Progress():
                 with self._condition:
                     if message.id in self._replies:  # else nobody waits for it any more
                         self._replies[message.id] = message
@@ -235,7 +235,7 @@ class WorkerShell:
     def _take_role(self, assignment: m.Assign) -> None:
         self._assignment = assignment
         self.injector = Injector(self.job_dir, assignment.env[INJECT_ENV])
-        about = assignment.role, assignment.world_size, self._suspect, self._secret
+        about = assignment.role, assignment.plan.began_with.roles, self._suspect, self._secret
         self.comms = Communicators(*about, flight=self.control.flight)
         self.comms.traffic, self.comms.hung, self.comms.passed = self._traffic, self._hung, self.passed
         self.comms.reopened = lambda epoch: self.handle(e.Reopened(epoch))

@@ -9,96 +9,62 @@
 
     asyncio.run(job())
 
-A node has no processes and no state, only what it tells of them: its workers answer at once, and finish
-one step of each epoch. The controller is that of `ft_core.control.shell`, in this event loop, or a process of
-its own.
+A node has an agent's machine, but no processes and no state, only what that tells of them: its workers
+answer at once, and finish one step of each epoch. The controller is that of `ft_core.control.shell`, in this
+event loop, or a process of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from core.simulated_agent import Memory, SimulatedAgent
 from msgspec.structs import replace
 from ports import free_port
 
 from ft_core.control.cluster.state import ClusterState
 from ft_core.control.shell import Shell
-from ft_core.node.memory.holdings import changed
+from ft_core.node import events as e
 from ft_core.protocol import messages as m
 from ft_core.protocol.async_channel import AsyncChannel
-from ft_core.protocol.groups import runs_of, text_of
+from ft_core.protocol.groups import segment_id
 from ft_core.protocol.messages import Message, Redundancy, ReplicaGroup
-from ft_core.protocol.table import Received, hosts_of, pieces
 from ft_core.settings import Command, Settings, unique, write_secret
+from ft_core.state.manifest import Segment
 
 Event = dict[str, Any]
 """A line of `events.jsonl`."""
 Action = Callable[[Message], Awaitable[bool]]
 """What happens to a message on its way; returns whether it arrives."""
 
-_pids = itertools.count(1_000_000)
 
-
-@dataclass
-class Worker:
-    """What an agent knows of one that plays a role."""
-
-    stage: m.Stage = "startup"
-    step: int = 0
-    pid: int = field(default_factory=lambda: next(_pids))
-
-
-class Node:
-    """One simulated agent."""
+class Node(SimulatedAgent):
+    """One simulated agent, and its connection."""
 
     def __init__(self, fleet: Fleet, name: str, node_rank: int, domain: str = "") -> None:
-        self.fleet, self.name, self.node_rank, self.domain = fleet, name, node_rank, domain or name
-        self.idle = fleet.settings.nproc_per_node + 1
-        self.plan: m.NodePlan | None = None
-        self._plans = Received()
-        self.epoch = 0
-        self.workers: dict[int, Worker] = {}
-        self.versions: dict[int, list[int]] = {}
-        """Snapshots of the roles that are, or were, played here."""
-        self.replicas: dict[str, list[int]] = {}
-        """Segments kept for others."""
-        self.durable: list[str] = []
-        """Names of the durable checkpoints that it sees."""
-        self.durable_error = ""
-        """Why it sees none."""
+        self.fleet = fleet
         self.sent: list[Message] = []
         """Everything that has gone out."""
-        self.plans: list[m.NodePlan] = []
-        """All that it was sent."""
         self.received: list[Message] = []
-        self.quiet = True
-        """Whether workers leave their steps when they are told to; see `quiesced`."""
-        self.steps = True
-        """Whether workers finish a step of their own accord, one in each epoch."""
-        self.code: int | None = None
-        """The job's exit code, once the controller has said it."""
         self.killed = False
         self.connections = 0
         self._actions: dict[type[Message], list[Action]] = {}
         self._awake = asyncio.Event()
         self._awake.set()
-        self._queue: asyncio.Queue[Message] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[AsyncChannel[m.ToAgent], Message]] = asyncio.Queue()
+        """What goes out, and over which connection."""
         self._channel: AsyncChannel[m.ToAgent] | None = None
-        self._reported = 0
-        self._reports = 0
-        """Over this connection, after the greeting."""
-        self._said: dict[tuple[type[Message], int], Message] = {}
-        self._tasks = [asyncio.create_task(work) for work in (self._connect(), self._send(), self._beat())]
+        memory = Memory(lambda role: Segment(tuple(fleet.holders(role)), ()))
+        super().__init__(fleet.settings, name, node_rank, domain or name, memory)
+        self._tasks = [asyncio.create_task(work) for work in (self._connect(), self._send(), self._tick())]
 
     # -- misbehaviour --------------------------------------------------------------------------
 
@@ -144,117 +110,14 @@ class Node:
         for task in self._tasks:
             task.cancel()
 
-    def crash(self, role: int) -> None:
-        """The worker that plays `role` dies by a signal; a standby is started in its place."""
-        worker = self.workers.pop(role)
-        self.idle += 1
-        about = {"exit": "killed by SIGKILL", "code": -9, "fault": m.Fault.KILLED}
-        self.say(m.WorkerLost(role=role, pid=worker.pid, **about))
-        self._report_if_quiet()
+    def begins_anew(self) -> None:
+        self.fleet.join(unique(self.name), domain=self.domain)
 
-    # -- what workers do -----------------------------------------------------------------------
-
-    def step(self, role: int) -> None:
-        """The worker finishes a step, and its snapshot is kept here and on the next node."""
-        worker = self.workers[role]
-        worker.step += 1
-        self._keep(role, worker.step)
-        self.say(m.Stepped(epoch=self.epoch, role=role, version=worker.step))
-
-    def quiesced(self) -> None:
-        """Workers that were not `quiet` have left their steps now."""
-        self.quiet = True
-        self._report_if_quiet()
-
-    def complete(self, role: int) -> None:
-        """The worker has come to the end of its script's last part; it ends once all have."""
-        self.say(m.Completed(epoch=self.epoch, role=role, part=1, version=1, last=True))
-
-    def finish(self, role: int) -> None:
-        """The worker's script has come to its end."""
-        self.say(m.Finished(role=role))
-
-    def _keep(self, role: int, version: int) -> None:
-        self.versions[role] = sorted({*self.versions.get(role, []), version})[-2:]
-        others = sorted(node.name for node in self.fleet.nodes.values() if not node.killed)
-        keeper = self.fleet.nodes[others[(others.index(self.name) + 1) % len(others)]]
-        if keeper is not self:
-            held = keeper.replicas.setdefault(self.fleet.segment(role), [])
-            held[:] = sorted({*held, version})[-2:]
-
-    # -- the agent -----------------------------------------------------------------------------
+    # -- its connection ------------------------------------------------------------------------
 
     def post(self, message: Message) -> None:
-        self._queue.put_nowait(message)
-
-    def say(self, message: Message) -> None:
-        """Post it, and with each greeting again."""
-        self._said[type(message), message.role] = message  # type: ignore[attr-defined]
-        self.post(message)
-
-    def _forget(self, roles: Collection[int]) -> None:
-        self._said = {key: kept for key, kept in self._said.items() if key[1] not in roles}
-
-    @property
-    def begun(self) -> str:
-        return self.plan.id if self.plan is not None else ""
-
-    def holdings(self) -> m.Holdings:
-        """As an agent reports it."""
-        roles, segment = {}, self.fleet.segment
-        for role in self.roles_here():
-            worker, versions = self.workers.get(role), self.versions.get(role, [])
-            roles[role] = m.RoleHeld(
-                alive=worker is not None,
-                stage=worker.stage if worker else "startup",
-                versions=list(versions),
-                segments=[segment(role)] if versions else [],
-            )
-        gone = {segment(r): v for r, v in self.versions.items() if r not in self.roles_here()}
-        replicas = {name: list(versions) for name, versions in (self.replicas | gone).items()}
-        held = {*replicas, *(segment(role) for role in self.roles_here() if self.versions.get(role))}
-        return m.Holdings(
-            epoch=self.epoch,
-            begun=self.begun,
-            reported=self._reported,
-            parts=[],
-            roles=roles,
-            replicas=replicas,
-            segments={name: self.fleet.held_by(role) for role, name in sorted((_role(n), n) for n in held)},
-            idle=self.idle,
-            store="127.0.0.1:1",
-            master="127.0.0.1:2",
-            configured=None,
-        )
-
-    def hello(self) -> m.AgentHello:
-        """As an agent greets; its pid tells which of its connections it is."""
-        return m.AgentHello(
-            node=self.name,
-            term=1,
-            pid=self.connections,
-            node_rank=self.node_rank,
-            domain=self.domain,
-            data="127.0.0.1:1",
-            holdings=self.holdings(),
-            said=list(self._said.values()),  # type: ignore[arg-type]
-            draining=False,
-            job="",
-        )
-
-    def heartbeat(self) -> m.Heartbeat:
-        """As an agent beats."""
-        about = {"committed": -1, "step_s": 0.1, "waited_s": 0.0, "h2h_bytes": 0, "h2h_snapshots": 0}
-        roles = {
-            role: m.RoleBeat(pid=w.pid, step=w.step, tag=w.step, held=self.versions.get(role, []), **about)
-            for role, w in self.workers.items()
-        }
-        seen = {"epoch": self.epoch, "begun": self.begun}
-        return m.Heartbeat(**seen, roles=roles, idle=self.idle, replicas=self.replicas)
-
-    def roles_here(self) -> list[int]:
-        plan = self.plan
-        return [role for role, node in plan.roles.items() if node == self.name] if plan is not None else []
+        if self._channel is not None:  # as the agent: what is lost is lost
+            self._queue.put_nowait((self._channel, message))
 
     async def _connect(self) -> None:
         while self.code is None:
@@ -262,36 +125,32 @@ class Node:
                 channel = await AsyncChannel.connect(
                     self.fleet.settings.controller, self.fleet.secret, m.FROM_CONTROLLER
                 )
-                self.connections += 1
-                hello = self.hello()
-                if await self._arrives(hello):
-                    self.sent.append(hello)
-                    channel.post(hello)
-                    self._channel, self._reports = channel, 0
-                    try:
-                        await self._receive(channel)
-                    finally:
-                        self._channel = None
-                        channel.close()
+                self.connections, self._channel = self.connections + 1, channel
+                try:
+                    self.handle(e.Connected())
+                    await self._receive(channel)
+                finally:
+                    self._channel = None
+                    channel.close()
+                    self.handle(e.NotConnected("the connection has ended"))
             await asyncio.sleep(0.01)
 
     async def _receive(self, channel: AsyncChannel[m.ToAgent]) -> None:
-        while True:
+        while self.code is None:
             message = await channel.recv()
             await self._awake.wait()
             if await self._arrives(message):
                 self.received.append(message)
-                self._on_controller(message)
+                self.handle(e.FromController(message))
 
     async def _send(self) -> None:
         while True:
-            message = await self._queue.get()
-            if await self._arrives(message) and self._channel is not None:
-                if isinstance(message, m.HoldingsChanged):
-                    message = replace(message, number=self._reports)
-                    self._reports += 1
-                with contextlib.suppress(OSError):  # as the agent: what is lost is lost
-                    self._channel.post(message)
+            channel, message = await self._queue.get()
+            if await self._arrives(message) and channel is self._channel:
+                if isinstance(message, m.AgentHello):  # that a test knows its connections from each other
+                    message = replace(message, pid=self.connections)
+                with contextlib.suppress(OSError):
+                    channel.post(message)
                     self.sent.append(message)
 
     async def _arrives(self, message: Message) -> bool:
@@ -299,121 +158,33 @@ class Node:
         actions = self._actions.get(type(message))
         return not actions or await actions.pop(0)(message)
 
-    async def _beat(self) -> None:
+    async def _tick(self) -> None:
         while True:
-            self.post(self.heartbeat())
+            await self._awake.wait()
+            self.handle(e.Tick())
             await asyncio.sleep(self.fleet.settings.heartbeat)
 
-    def _on_controller(self, message: Message) -> None:
-        match message:
-            case m.Abort(epoch=epoch) if epoch > self.epoch:
-                self.epoch = epoch
-                self._report_if_quiet()
-            case m.Hosts() | m.OwnPlan():
-                self._plans.hear(message)
-            case m.SharedPlan():
-                if (plan := self._plans.plan(message, self.plan)) is not None:
-                    self.plans.append(plan)
-                    self._apply(plan)
-            case m.NodesChanged(id=name, nodes=nodes) if self.plan is not None and name == self.plan.id:
-                hosts = set(self.plan.roles.values())
-                idle = {node for node in self.plan.nodes if node not in hosts}
-                now = {**self.plan.nodes, **dict.fromkeys(idle if message.all else ()), **nodes}
-                there = {node: about for node, about in now.items() if about is not None}
-                self.plan = replace(self.plan, nodes=there)
-            case m.KillWorker(role=None):
-                self.die()
-            case m.KillWorker(role=role) if role in self.workers:
-                self.crash(role)
-            case m.SendHeartbeat():
-                self.post(self.heartbeat())
-            case m.ListDurable(id=number):
-                names = [] if self.durable_error else list(self.durable)
-                self.post(m.DurableNames(id=number, names=names, error=self.durable_error))
-            case m.SendCounts():
-                for role in self.workers:
-                    self.post(m.OperationCounts(role=role, counts={}))
-            case m.Prepare(epoch=epoch, roles=roles) if self.plan is not None and epoch == self.plan.epoch:
-                for role in roles:
-                    if role not in self.workers:
-                        self._assign(role)
-                    self.say(m.Prepared(role=role, counts={}))
-            case m.Withdraw(roles=roles):
-                self._withdraw(roles)
-            case m.PauseAfterStep():
-                for role in self.workers:
-                    self.say(m.PausedAtStep(epoch=self.epoch, role=role))
-            case m.Release():
-                for role in self.workers:
-                    if (m.Completed, role) in self._said:
-                        self.finish(role)
-            case m.SendState():
-                assert self.plan is not None
-                for piece in pieces(self.plan.id, hosts_of(self.plan.roles, self.plan.nodes).values()):
-                    self.post(piece)
-                self.post(m.KeptState(state=self.plan.state))
-            case m.GivenUp():
-                self.die()
-                self.fleet.join(unique(self.name), domain=self.domain)
-            case m.Shutdown(code=code):
-                self.code = code
-                self.disconnect()
+    # -- its state -----------------------------------------------------------------------------
 
-    @property
-    def _planned(self) -> int:
-        return self.plan.epoch if self.plan is not None else 0
+    def registers(self, role: int) -> m.Registered:
+        groups, resumes = self.fleet.groups, self.fleet.resumes
+        redundancy = Redundancy.REPLICATED if groups > 1 else Redundancy.SHARDED
+        group = ReplicaGroup(role * groups // self.fleet.settings.world_size, groups, redundancy)
+        return m.Registered(0, [], resumes, group, counts={})
 
-    def _report_if_quiet(self) -> None:
-        if (self.quiet or not self.workers) and self._reported < self.epoch != self._planned:
-            self._reported = self.epoch
-            self.post(changed(None, self.holdings(), 0))
-
-    def _apply(self, plan: m.NodePlan) -> None:
-        if plan.epoch < self.epoch or plan.epoch == self._planned:
+    def replicate(self, order: e.Replicate) -> None:
+        """To the next node of the plan, once that is in the same epoch."""
+        if self.killed or self.plan is None or self.epoch != order.epoch:
             return
-        before = self.roles_here()
-        self.plan, self.epoch = plan, plan.epoch
-        here, version = self.roles_here(), plan.version or 0
-        for held in (*self.versions.values(), *self.replicas.values()):
-            held[:] = [each for each in held if each <= version]
-        self._withdraw(set(self.workers) - set(here))
-        self._forget({role for _, role in self._said} - set(here))
-        for role in here:
-            if role not in self.workers:
-                if role in before and role not in plan.newcomers:
-                    continue  # it has died since
-                self._assign(role)
-            if role in self.workers:
-                self._train(role, version)
-
-    def _assign(self, role: int) -> None:
-        self._forget([role])
-        if self.idle:
-            self.workers[role] = Worker()
-            self.idle -= 1
-        else:
-            self.say(m.NoIdleWorker(epoch=self.epoch, role=role))
-
-    def _withdraw(self, roles: Collection[int]) -> None:
-        self._forget(roles)
-        for role in set(roles) & set(self.workers):
-            del self.workers[role]
-            self.idle += 1
-
-    def _train(self, role: int, version: int) -> None:
-        worker, settings = self.workers[role], self.fleet.settings
-        about = {"epoch": self.epoch, "role": role}
-        per, worker.stage = settings.world_size // self.fleet.groups, "training"
-        redundancy = Redundancy.REPLICATED if self.fleet.groups > 1 else Redundancy.SHARDED
-        group = ReplicaGroup(role // per, self.fleet.groups, redundancy)
-        layout = {"adopted": False, "segments": {self.fleet.segment(role): self.fleet.held_by(role)}}
-        self.say(m.RoleLayout(**about, **layout, initial=0, resumes=self.fleet.resumes, group=group))
-        worker.step = version
-        self._keep(role, version)
-        self.say(m.Restored(**about, version=version, loaded=True, pid=worker.pid))
-        self.say(m.Reopened(**about))
-        if self.steps:
-            self.step(role)
+        nodes = self.fleet.nodes
+        others = sorted(name for name in self.plan.nodes if name in nodes and not nodes[name].killed)
+        keeper = nodes[others[(others.index(self.name) + 1) % len(others)]]
+        if keeper.epoch < order.epoch:
+            asyncio.get_running_loop().call_later(0.01, self.replicate, order)
+            return
+        if keeper is not self and keeper.epoch == order.epoch:
+            keeper.memory.keep_copy(self.fleet.segment(order.role), order.version)
+        super().replicate(order)
 
 
 class Fleet:
@@ -548,19 +319,9 @@ class Fleet:
         per = self.settings.world_size // self.groups
         return list(range(role % per, self.settings.world_size, per))
 
-    def held_by(self, role: int) -> str:
-        """The same as messages have it."""
-        return text_of(runs_of(self.holders(role)))
-
     def segment(self, role: int) -> str:
         """The name of a role's state."""
-        holders = self.holders(role)
-        return f"{holders[0]}x{len(holders)}-{holders[0]:08x}"
-
-
-def _role(segment: str) -> int:
-    """The first of those that have this state."""
-    return int(segment.partition("x")[0])
+        return segment_id(self.holders(role))
 
 
 def play(test: Callable[[Fleet], Awaitable[None]], job_dir: Path, **settings: Any) -> None:

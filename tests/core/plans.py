@@ -10,7 +10,7 @@ import msgspec
 from ft_core.control.decide import compact
 from ft_core.control.decide.groups import Groups
 from ft_core.protocol import messages as m
-from ft_core.protocol.table import hosts_of, pieces
+from ft_core.protocol.table import pieces
 from ft_core.settings import Settings
 
 
@@ -95,7 +95,7 @@ def messages_of(plan: m.NodePlan) -> list[m.ToAgent]:
     """How it is sent to a node that knows of no plan."""
     own = m.OwnPlan(plan.id, plan.sources, plan.away, plan.completed)
     shared = m.SharedPlan(plan.id, [], [], plan.state)
-    return [*pieces(plan.id, hosts_of(plan.roles, plan.nodes).values()), own, shared]
+    return [*pieces(plan), own, shared]
 
 
 def plan_of(

@@ -151,7 +151,7 @@ class SimWorker(Process):
                 self._allocated[message.id] = message.address
             case m.ConfigureAnswer():
                 self._settings = message.error
-            case m.Refused() | m.FailureNoted() | m.Welcome() | m.StartupEntries() | m.ProgressFound():
+            case m.Refused() | m.FailureNoted() | m.Welcome() | m.StartupEntries() | m.Progress():
                 pass
             case _:
                 self.tell(ev.FromAgent(message))

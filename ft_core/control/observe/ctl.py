@@ -19,7 +19,7 @@ from ft_core.control.phases import Phase
 from ft_core.protocol import messages as m
 from ft_core.protocol.domains import place, shared
 from ft_core.protocol.groups import runs_of, text_of
-from ft_core.protocol.table import hosts_of, pieces
+from ft_core.protocol.table import pieces
 
 Row = TypeVar("Row")
 
@@ -110,7 +110,7 @@ def hosts(cluster: ClusterState, peer: Peer) -> list[Effect]:
     """Where all roles are."""
     if cluster.plan is None:
         return [Send(peer, m.Denied(error="no role is anywhere yet"))]
-    found = pieces(cluster.plan_id, hosts_of(cluster.plan.roles, cluster.plan.nodes).values())
+    found = pieces(cluster.plan)
     return [Send(peer, m.HostsFollow(len(found))), *(Send(peer, piece) for piece in found)]
 
 

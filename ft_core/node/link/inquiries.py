@@ -61,7 +61,7 @@ class Inquiries:
                 wanted = question.tensor if isinstance(question, m.AskProgress) else ""
                 version, envelope, tensor = self._store.envelope(question.holder, wanted)
                 version = min(answer.version, version + 1)  # where not each is protected
-                return m.ProgressFound(answer.id, version, answer.counts, envelope.decode(), tensor)
+                return replace(answer, version=version, envelope=envelope.decode(), tensor=tensor)
             case t.AskAlive():
                 return t.Alive(self._stalled())
 
@@ -89,7 +89,7 @@ class Inquiries:
             waiting.set_result(answer)
 
 
-def relay(asked: AskPeer, transport: TcpTransport) -> m.StartupEntries | m.ProgressFound | m.Refused:
+def relay(asked: AskPeer, transport: TcpTransport) -> m.StartupEntries | m.Progress | m.Refused:
     """A newcomer here asks something of a role elsewhere: what that one's agent says. Waits for it."""
     question = asked.question
     try:
@@ -97,7 +97,7 @@ def relay(asked: AskPeer, transport: TcpTransport) -> m.StartupEntries | m.Progr
     except FtError as error:
         reason = f"asking role {question.holder} ({type(question).__name__}): {error}"
         return m.Refused(question.id, reason)
-    if isinstance(found, m.StartupEntries | m.ProgressFound):
+    if isinstance(found, m.StartupEntries | m.Progress):
         return replace(found, id=question.id)
     return m.Refused(question.id, f"the agent of role {question.holder} answered {found}")
 
@@ -108,6 +108,6 @@ def records_of(asked: AskRecords, transport: TcpTransport) -> RecordsFound:
         found = transport.request(asked.address, m.AskProgress(0, asked.role), _DEADLINE)
     except FtError as error:
         return RecordsFound(asked.role, asked.epoch, {}, str(error))
-    if not isinstance(found, m.ProgressFound):
+    if not isinstance(found, m.Progress):
         return RecordsFound(asked.role, asked.epoch, {}, f"its agent answered {found}")
     return RecordsFound(asked.role, asked.epoch, found.counts)

@@ -174,8 +174,7 @@ class Ready:
             completed={name: (count, role) for name, count in counts.items() if count},
         )
         environment = self._about.environment_of(role, worker.device, master, settings)
-        about = environment, worker.began_with, self._crew.ending
-        assign = m.Assign(role, settings.world_size, *about)
+        assign = m.Assign(role, environment, worker.began_with, self._crew.ending)
         return [SetApart(worker.number, apart=True), ToWorker(worker.number, assign)]
 
     def registered(self, worker: Worker) -> None:

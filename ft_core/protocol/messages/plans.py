@@ -148,18 +148,14 @@ class Plan(JobState, frozen=True):
     sources: dict[Role, dict[SegmentId, list[NodeName]]]
     """Who holds what roles go on from that do not have all of it on their own node."""
     completed: dict[str, tuple[Number, Role]]
+    """As of `WorkerPlan`."""
 
 
-class NodePlan(JobState, frozen=True):
-    """What one agent knows of an epoch: `SharedPlan` and `OwnPlan` put together."""
+class NodePlan(Plan, frozen=True):
+    """What one agent knows of it: `SharedPlan` and `OwnPlan` put together. `sources`: for the roles played
+    and adopted on this node alone, and not for those whose snapshot is here. `completed`: for the groups of
+    which a role here has not all on record."""
 
-    roles: dict[Role, NodeName]
-    nodes: dict[NodeName, NodeAddress]
-    sources: dict[Role, dict[SegmentId, list[NodeName]]]
-    """Who holds what the roles played and adopted on this node alone go on from. Not for those whose
-    snapshot is here."""
     away: dict[Role, list[SegmentId]]
     """For the roles in `absent` whose counterparts are on this node: all of their segments, by the catalogue.
     A durable checkpoint has their parts too."""
-    completed: dict[str, tuple[Number, Role]]
-    """What `WorkerPlan.completed` says, for the groups of which a role here has not all on record."""

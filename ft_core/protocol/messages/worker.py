@@ -120,11 +120,14 @@ class StartupEntries(Message, frozen=True):
 
 
 class Progress(Message, frozen=True):
-    """Answers `AskProgress` to the worker's own agent, which makes `ProgressFound` of it."""
+    """Answers `AskProgress`. `envelope`: of the newest snapshot of that role (`state.envelope`), which its
+    agent adds to what the worker says; and the bytes of the tensor, if it has it and that is small."""
 
     id: Number
     version: Version
     counts: Counts
+    envelope: str = ""
+    tensor: bytes = b""
 
     def __post_init__(self) -> None:
         check_texts(parse, self.counts)
@@ -166,7 +169,6 @@ class Assign(Message, frozen=True):
     the kernel is still taking back."""
 
     role: Role
-    world_size: Number
     env: dict[str, str]
     plan: WorkerPlan
     ending: tuple[Number, ...] = ()
@@ -205,20 +207,6 @@ class Refused(Message, frozen=True):
     error: str
 
 
-class ProgressFound(Message, frozen=True):
-    """Answers `AskProgress`. `envelope`: of the newest snapshot of that role (`state.envelope`), which its
-    agent adds to what the worker says; and the bytes of the tensor, if it has it and that is small."""
-
-    id: Number
-    version: Version
-    counts: Counts
-    envelope: str
-    tensor: bytes = b""
-
-    def __post_init__(self) -> None:
-        check_texts(parse, self.counts)
-
-
 class FailureNoted(Message, frozen=True):
     """Answers `ScriptFailed`: the worker may end."""
 
@@ -229,5 +217,5 @@ class Exit(Message, frozen=True):
 
 ToWorker = (
     Welcome | ToRole | PlanBegins | Assign | Restore | Allocated | Refused | AskStartupEntries | AskProgress
-    | StartupEntries | ProgressFound | FailureNoted | Exit
+    | StartupEntries | Progress | FailureNoted | Exit
 )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import pytest
+from core.simulated_agent import Memory
 from msgspec.structs import replace
 
 from ft_core.control import decisions, succession
@@ -36,10 +37,10 @@ from ft_core.control.machine import Controller
 from ft_core.control.phases import Forming
 from ft_core.control.prestart.attempts import PAUSE
 from ft_core.leadership.lease import first_epoch
-from ft_core.node.memory.holdings import changed
+from ft_core.node.memory.holdings import changed, copies_held
 from ft_core.process import sigterm
 from ft_core.protocol.goodput import Spent
-from ft_core.protocol.groups import runs_of, text_of
+from ft_core.protocol.groups import runs_of, segment_id, text_of
 from ft_core.protocol.messages import (
     Abort,
     AgentHello,
@@ -107,14 +108,17 @@ from ft_core.protocol.messages import (
     WorkerLost,
 )
 from ft_core.protocol.table import Received as PlanParts
-from ft_core.protocol.table import hosts_of, pieces
+from ft_core.protocol.table import pieces, with_news
 from ft_core.settings import ANY_RANK, Command, Settings
+from ft_core.state.manifest import Segment
 
 M = TypeVar("M", bound=Message)
 
 
 class Agent:
-    """What a node says, when a test has it say so."""
+    """What a node says, when a test has it say so, be it what no agent would say: what is heard, and in which
+    order, is what the controller decides by. So it has not the machine of a real agent, which speaks of its
+    own accord; the nodes of `core.fleet` have."""
 
     def __init__(self, job: ControlPlane, name: str, rank: int) -> None:
         self.job, self.name, self.rank = job, name, rank
@@ -166,12 +170,9 @@ class Agent:
             )
             for role in here
         }
-        gone = {self.job.segment(r): held for r, held in self.versions.items() if r not in here}
-        replicas = {**self.replicas, **gone}
-        held = {*replicas, *(self.job.segment(role) for role in here if self.versions.get(role))}
-        segments = {
-            self.job.segment(r): self.job.held_by(r) for r in self.job.roles if self.job.segment(r) in held
-        }
+        memory = Memory(lambda role: Segment(tuple(self.job.holders(role)), ()))
+        memory.held, memory.kept = self.versions, self.replicas
+        replicas, segments = copies_held(here, memory)
         return Holdings(
             epoch=self.epoch,
             begun=self.begun,
@@ -272,17 +273,13 @@ class Agent:
             for role in list(self.workers):
                 if plan.roles.get(role) != self.name:
                     del self.workers[role]
-        elif isinstance(message, NodesChanged) and self.plan is not None and self.plan.id == message.id:
-            idle = {name for name in self.plan.nodes if name not in self.plan.roles.values()}
-            merged = {**self.plan.nodes, **dict.fromkeys(idle if message.all else ()), **message.nodes}
-            nodes = {name: about for name, about in merged.items() if about is not None}
-            self.plan = replace(self.plan, nodes=nodes)
+        elif isinstance(message, NodesChanged) and self.plan is not None:
+            self.plan = with_news(self.plan, message)
 
     def kept(self) -> list[Hosts | KeptState]:
         """What it answers a controller that asks for the state."""
         assert self.plan is not None
-        hosts = hosts_of(self.plan.roles, self.plan.nodes).values()
-        return [*pieces(self.plan.id, hosts), KeptState(state=self.plan.state)]
+        return [*pieces(self.plan), KeptState(state=self.plan.state)]
 
 
 class ControlPlane:
@@ -345,8 +342,7 @@ class ControlPlane:
         return text_of(runs_of(self.holders(role)))
 
     def segment(self, role: int) -> str:
-        holders = self.holders(role)
-        return f"{holders[0]}x{len(holders)}-0"
+        return segment_id(self.holders(role))
 
     def join(self, name: str, rank: int = -1) -> Agent:
         self.agents[name] = Agent(self, name, rank)
@@ -448,7 +444,7 @@ def test_a_node_dies_and_a_spare_takes_its_roles() -> None:
     plan = job["node2"].plan
     assert plan is not None and plan.roles == {0: "node0", 1: "node2"} and plan.newcomers == [1]
     assert (plan.version, plan.origin) == (1, "memory")
-    assert plan.sources == {1: {"1x1-0": ["node2"]}}, "its own roles' alone"
+    assert plan.sources == {1: {job.segment(1): ["node2"]}}, "its own roles' alone"
     assert "node1" not in plan.nodes
     assert job.phase == "running"
     assert job.records_of("decided")[1].more["moved"] == {1: "node2"}

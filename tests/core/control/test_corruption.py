@@ -20,13 +20,14 @@ from ft_core.node import events as e
 from ft_core.node.memory.copies import COMPARING
 from ft_core.process import inject
 from ft_core.protocol import messages as m
+from ft_core.protocol.groups import segment_id
 from ft_core.state.manifest import CHUNK, Segment
 from ft_core.state.memory import SnapshotBuffer
 from ft_core.state.snapshot import Snapshotter
 from ft_core.worker import bit_flip
 
 GOOD, BAD, OTHER, WORSE = ("0" * 15 + digit for digit in "0123")
-SEGMENT = "0x2-0"
+SEGMENT = segment_id([0, 1])
 
 
 def values(*each: str) -> dict[int, str]:
@@ -276,7 +277,7 @@ def test_a_successor_compares_what_agents_say_again() -> None:
     tell_state(job)
     job.wait(0.1)
     detected = job.records_of("detected")[0]
-    assert "roles 0, 1 hold alike (segment 0x2-0) differs" in detected.reason
+    assert f"roles 0, 1 hold alike (segment {SEGMENT}) differs" in detected.reason
     job.all_report()
     assert job.phase == "running" and job.controller.cluster.current_plan.version == 1
 

@@ -58,9 +58,7 @@ def test_a_worker_that_ends_without_a_word(tmp_path: Path) -> None:
     async def job() -> None:
         async with Fleet(tmp_path, nodes=2) as fleet:
             await fleet.event("resumed")
-            worker = fleet["node1"].workers.pop(1)
-            lost = {"exit": "exit code 0", "code": 0, "fault": Fault.LEFT}
-            fleet["node1"].post(WorkerLost(role=1, pid=worker.pid, **lost))
+            fleet["node1"].crash(1, code=0)
             assert await fleet.ended() == 1
             assert "of role 1 on node1: exit code 0, in the middle" in fleet.events("stopped")[0]["reason"]
 

@@ -389,18 +389,6 @@ def test_a_successor_asks_spares() -> None:
     assert control.phase == "running" and control.controller.cluster.places[1] == "node2"
 
 
-def test_who_is_to_come_back_is_checked_anew() -> None:
-    control = job(spares=1)
-    control.wait(0.1)
-    well(control, "node2")
-    admission, nodes = control.controller._admission, control.controller.cluster.nodes
-    control.controller._out.begin(control.now, control.now)
-    admission.sweep(nodes["node2"])
-    admission.sweep(nodes["node0"])
-    assert nodes["node2"].under_check and nodes["node2"].idle == 0
-    assert not nodes["node0"].under_check, "it trains"
-
-
 def test_who_is_far_slower_than_its_like_twice_is_sick() -> None:
     control = job(spares=3)
     control.wait(0.1)

@@ -420,7 +420,7 @@ def test_a_plan_gives_roles_to_idle_workers_and_lets_them_begin(node: Node):
         *(e.UsePlan, e.KeepOnly, e.ShowRest, e.ToWorker, e.ToWorker)
     ]
     [assign], [restore] = node.told(m.Assign), node.told(m.Restore)
-    assert (assign.role, assign.world_size, assign.plan.epoch) == (0, 2, 1)
+    assert (assign.role, assign.plan.began_with.roles, assign.plan.epoch) == (0, 2, 1)
     environment = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "4", "TORCHELASTIC_RUN_ID": "job"}
     assert environment.items() <= assign.env.items()
     assert restore == m.Restore(1, None, [])

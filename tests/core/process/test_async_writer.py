@@ -105,7 +105,9 @@ def test_a_job_goes_on_while_the_controllers_disk_is_full_and_its_console_unread
             await fleet.until(lambda: node.connections == 2)
             for epoch in (2, 3):
                 node.crash(0)
-                await fleet.until(lambda e=epoch: node.plan.epoch == e and node.workers[0].step)
+                await fleet.until(
+                    lambda e=epoch: node.plan.epoch == e and node.memory.steps[node.worker(0).number]
+                )
             os.unlink(tmp_path / "job" / "events.jsonl")
             node.finish(0)
             fleet["node1"].finish(1)

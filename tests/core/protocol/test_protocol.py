@@ -268,8 +268,7 @@ def test_an_agent_has_begun_another_controllers_plan(tmp_path: Path, epoch: int)
     async def test(fleet: Fleet) -> None:
         await fleet.event("resumed")
         node = fleet["node1"]
-        node.plan = replace(_plan(node), epoch=epoch, id=f"{epoch}-other")
-        node.epoch = epoch
+        node.began(replace(_plan(node), epoch=epoch, id=f"{epoch}-other"))
         node.disconnect()
         assert (await fleet.event("resumed", 2))["epoch"] == epoch + 1
         assert {_plan(n).id for n in fleet.nodes.values()} == {_plan(node).id}
@@ -290,7 +289,7 @@ def test_a_failure_at_the_same_step_again_and_again_ends_the_job(tmp_path: Path)
                 await fleet.start_controller()
                 await fleet.event("controller_restarted")
             for node in fleet.nodes.values():
-                for held in (*node.versions.values(), *node.replicas.values()):
+                for held in (*node.memory.held.values(), *node.memory.kept.values()):
                     held[:] = [0, 1]
             fleet["node0"].crash(0)
             if failure < 9:

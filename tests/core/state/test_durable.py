@@ -326,7 +326,7 @@ def test_nodes_look_for_checkpoints_when_memory_does_not_suffice_and_never_else(
             fleet["node1"].die()
             await fleet.event("resumed", 3)
             assert asked() == set()
-            holders = [n for n in fleet.nodes.values() if n.versions or n.replicas]
+            holders = [n for n in fleet.nodes.values() if n.memory.held or n.memory.kept]
             assert len(holders) < 5
             for node in holders:
                 node.die()

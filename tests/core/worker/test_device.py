@@ -244,7 +244,7 @@ class Agent:
             began_with=BeganWith(1, 1, 1),
             **self._plan,
         )
-        self.channel.send(Assign(0, 1, {INJECT_ENV: ""}, plan))
+        self.channel.send(Assign(0, {INJECT_ENV: ""}, plan))
         self.channel.send(Restore(1, None, []))
         with contextlib.suppress(ConnectionError):
             while True:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 from core.plans import worker_plan
+from msgspec.structs import replace
 
 from ft_core.protocol import messages as m
 from ft_core.worker import events as e
@@ -67,7 +68,7 @@ class Worker:
 
     def start(self, epoch: int = 1, parts: Sequence[int] = ()) -> Worker:
         """In the script's start-up."""
-        self.hear(m.Assign(0, 2, {}, plan(epoch, parts)))
+        self.hear(m.Assign(0, {}, plan(epoch, parts)))
         return self
 
     def train(self, epoch: int = 1, parts: Sequence[int] = ()) -> Worker:
@@ -92,7 +93,7 @@ def test_it_imports_no_torch() -> None:
 def test_a_role_comes_with_the_first_epoch() -> None:
     worker = Worker()
     assert worker.state == NoRole()
-    message = m.Assign(3, 4, {}, plan(2, parts=[7]))
+    message = m.Assign(3, {}, replace(plan(2, parts=[7]), began_with=m.BeganWith(4, 1, 4)))
     assert worker.hear(message) == [e.TakeRole(message), e.UsePlan(message.plan)]
     machine = worker.machine
     assert (machine.role, machine.world_size, machine.epoch, machine.announced) == (3, 4, 2, 2)

@@ -116,7 +116,7 @@ def test_who_is_where_as_a_table_and_by_its_changes() -> None:
     places = {role: f"n{role // 2}" for role in range(8)}
     hosts = hosts_of(places, nodes)
     assert placed(hosts.values()) == (places, nodes) and hosts["n4"].roles == ""
-    [whole] = pieces("1-x", hosts.values())
+    [whole] = pieces(job_plan(places, nodes=nodes))
     assert placed(whole.hosts) == (places, nodes)
     later = {**nodes, "new": NodeAddress("h:9", "new")}
     del later["n0"]

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from core.fleet import Fleet, Node, Worker, play
+from core.fleet import Fleet, Node, play
 from core.plans import plan_of
 from core.real_agent import RealAgent
 
@@ -110,14 +110,14 @@ def test_a_node_that_was_replaced_comes_back_as_a_spare(tmp_path: Path):
 def test_a_node_that_nobody_has_replaced_goes_on_where_it_was(tmp_path: Path):
     async def test(fleet: Fleet) -> None:
         await fleet.event("resumed")
-        worker = fleet["node1"].workers[1].pid
+        worker = fleet["node1"].worker(1).pid
         fleet["node1"].pause()
         await fleet.event("waiting")
         fleet["node1"].go_on()
         decided = await fleet.event("decided", 2)
         assert decided["roles"] == [] and decided["moved"] == {}
         await fleet.event("resumed", 2)
-        assert fleet["node1"].workers[1].pid == worker
+        assert fleet["node1"].worker(1).pid == worker
 
     play(test, tmp_path / "job", nodes=2, **SHORT)
 
@@ -273,10 +273,10 @@ def test_a_controller_of_thousands_of_roles_is_restarted(tmp_path: Path):
     told_plan: list[m.NodePlan] = []
 
     def told(node: Node) -> None:
-        node.plan, node.epoch = told_plan[0], 1
-        for role in node.roles_here():
-            node.workers[role] = Worker(stage="training", step=100)
-            node.versions[role] = [99, 100]
+        node.began(told_plan[0])
+        for role in node.machine.epochs.roles_here():
+            node.plays(role, step=100)
+            node.memory.held[role] = [99, 100]
 
     async def test(fleet: Fleet) -> None:
         await fleet.stop_controller()
