@@ -24,13 +24,8 @@ class Emitter:
         self._recorded = dict(recorded)
 
     def begin(self, now: float, wall: float) -> None:
-        """Another event is handled."""
-        self.now, self.wall = now, wall
-
-    def take(self) -> list[Emitted]:
-        """All that was emitted since this was asked last."""
-        emitted, self.effects = self.effects, []
-        return emitted
+        """Another event is handled. What is there of one that has failed is not carried out."""
+        self.now, self.wall, self.effects = now, wall, []
 
     def emit(self, *effects: Emitted) -> None:
         """Let these follow what was emitted before."""

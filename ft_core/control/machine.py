@@ -101,9 +101,8 @@ class Controller:
         self._reporter = ProgressReporter()
         self._job = job
         self._session = ids()
-        if spent is None:
-            about = f"{settings.nnodes} nodes of {settings.nproc_per_node} workers"
-            self._out.record("started", about, time=TimeGoes())
+        self._starts_job = spent is None
+        """Whether it has yet to record that the job has started."""
 
     @property
     def phase(self) -> Phase:
@@ -123,12 +122,16 @@ class Controller:
         seconds, if it was not always."""
         wall = now if wall is None else wall
         self._out.begin(now, wall)
+        if self._starts_job:
+            settings, self._starts_job = self.cluster.settings, False
+            about = f"{settings.nnodes} nodes of {settings.nproc_per_node} workers"
+            self._out.record("started", about, time=TimeGoes())
         self._handle(event)
         self._termination.let_go()  # first: who is told to end is not decided about
         self._decisions.settle()
         if isinstance(event, e.Tick):
             self._tell_progress()
-        return self._observer.read(self._out.take(), self.cluster, self.phase, now, wall)
+        return self._observer.read(self._out.effects, self.cluster, self.phase, now, wall)
 
     def _handle(self, event: e.Event) -> None:
         if isinstance(event, e.Greeted):

@@ -1,1 +1,1 @@
-"""Which process leads the job, and how another takes over."""
+"""Which process leads the job: by election, as long as it renews its lease."""
