@@ -273,12 +273,17 @@ def test_a_worker_is_looked_at_where_it_is_asked_for() -> None:
         assert isinstance(found, m.RoleFlight) and found.log is not None
         return line in table(found.log).splitlines()
 
-    with subprocess.Popen(["sleep", "600"]) as child:
+    # Not below this process: of what other tests have left there, too much may be listed before it.
+    script = "sleep 600 & echo $!; wait"
+    with subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, start_new_session=True) as parent:
         try:
-            wait_for_value(lambda: look_at(child.pid).doing, "sleep")
-            wait_for_value(lambda: shown(f"process {child.pid} (sleep) sleeps"), True)
+            assert parent.stdout is not None
+            child = int(parent.stdout.readline())
+            there = [Recorded(parent.pid, job.control)]
+            wait_for_value(lambda: look_at(child).doing, "sleep")
+            wait_for_value(lambda: shown(f"process {child} (sleep) sleeps"), True)
         finally:
-            child.kill()
+            os.killpg(parent.pid, signal.SIGKILL)
 
 
 def test_who_has_begun_nothing_in_the_epoch_under_way_has_an_empty_record() -> None:
