@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks import collectives_worker
 from benchmarks.common import finish, parser, spread, table
-from ft_core.comm.rendezvous import Stores
+from ft_core.comm.rendezvous_server import Stores
 
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload(["benchmarks.collectives_worker"])

@@ -25,7 +25,7 @@ from benchmarks.hangs_how import ASTRAY, HANGS
 from benchmarks.hangs_simulated import Action, Do, Fault, Layout, Wait
 from ft_core.comm import backend
 from ft_core.comm.process_group import Communicators
-from ft_core.comm.rendezvous import Stores
+from ft_core.comm.rendezvous_server import Stores
 from ft_core.node.workers.flight import Recorded, read
 from ft_core.process.awake import AwakeClock
 from ft_core.protocol.flight import FlightLog

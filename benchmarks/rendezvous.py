@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 from benchmarks.common import cpu_seconds, finish, parser, table
 from benchmarks.rendezvous_members import Seen, groups_of, serve
 from benchmarks.simulated import LAYOUTS, PER_NODE, Layout
-from ft_core.comm import rendezvous
+from ft_core.comm import rendezvous_server
 from ft_core.process.descriptors import raise_limit
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.protocol.groups import GroupId
@@ -37,7 +37,7 @@ SECRET = b"of this benchmark"
 _context = multiprocessing.get_context("spawn")
 
 
-class _Counting(rendezvous._Store):
+class _Counting(rendezvous_server._Store):
     """Counts what it is asked."""
 
     requests: ClassVar[Counter[str]] = Counter()
@@ -51,8 +51,8 @@ def _store(orders: Connection) -> None:
     """A process that has the stores, as an agent does. Each word is answered with the requests so far, and
     the most CPU seconds that they have taken before anybody else had a turn."""
     raise_limit()
-    rendezvous._Store = _Counting  # type: ignore[misc]
-    stores = rendezvous.Stores("127.0.0.1", SECRET)
+    rendezvous_server._Store = _Counting  # type: ignore[misc]
+    stores = rendezvous_server.Stores("127.0.0.1", SECRET)
     held = [0.0]
 
     async def run() -> None:

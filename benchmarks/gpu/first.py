@@ -27,7 +27,7 @@ from benchmarks.gpu.first_rank import WORLD
 from benchmarks.gpu.nccl import ALONE
 from benchmarks.gpu.snapshot import tensors_of
 from benchmarks.gpu.state import Copying, Tensors, synchronize
-from ft_core.comm.rendezvous import Stores
+from ft_core.comm.rendezvous_server import Stores
 from ft_core.state.device_copy import PIECE, PIECES, locked
 
 LIMIT = 20.0

@@ -26,7 +26,7 @@ from benchmarks.common import ROOT
 from benchmarks.gpu.checks import NotThereError, Result, Row, main
 from benchmarks.gpu.state import synchronize
 from ft_core.comm.inner import Inner
-from ft_core.comm.rendezvous import Stores
+from ft_core.comm.rendezvous_server import Stores
 from ft_core.protocol.groups import GroupId
 
 TIMES = 100

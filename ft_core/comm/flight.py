@@ -18,6 +18,7 @@ import torch
 
 from ft_core.comm.flight_memory import (
     APART,
+    DTYPES,
     EPOCH,
     HEADER,
     RING,
@@ -33,9 +34,7 @@ from ft_core.protocol.groups import GroupId
 
 log = logging.getLogger(__name__)
 
-DTYPES = ("", *sorted({str(each)[6:] for each in vars(torch).values() if isinstance(each, torch.dtype)}))
-"""Names by the number that stands for them; "": none, or one that is not among them."""
-_CODES = {getattr(torch, name): code for code, name in enumerate(DTYPES) if name}
+_CODES = {getattr(torch, name): code for code, name in enumerate(DTYPES) if hasattr(torch, name)}
 
 _OUTPUT, _INPUT, _NOTHING = 0, 1, 2
 _WHAT = {

@@ -154,10 +154,9 @@ class Communicators:
         `absent` roles take no part; each with its counterpart, which has `adopted` its state or has the same
         anyway: see `partial`. `newcomers`: roles that have other workers than before.
 
-        `store_address` ("host:port") is where this epoch's store is, see `rendezvous`; empty where this role
-        meets nobody, since another worker plays it. `completed` and
-        `fetch` serve operations of the start-up phase, see `startup`. Ignored when a newer epoch was
-        already announced.
+        `store_address` ("host:port") is where this epoch's store is (`rendezvous_server`); empty where this
+        role meets nobody, since another worker plays it. `completed` and `fetch` serve operations of the
+        start-up phase, see `startup`. Ignored when a newer epoch was already announced.
         """
         with self._condition:
             if epoch <= self.epoch or epoch < self.aborted:

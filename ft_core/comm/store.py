@@ -66,7 +66,7 @@ class SharedStore(dist.Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set `key` for all. Of a key that several roles have set, any of their values may be there in the
-        next epoch. Raises ValueError for more than `rendezvous.MAX_VALUE` bytes."""
+        next epoch. Raises ValueError for more than `protocol.store.MAX_VALUE` bytes."""
         with self._condition:
             if self._store is not None:
                 self._store.set(_name(key), value)

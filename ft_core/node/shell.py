@@ -25,7 +25,7 @@ from typing import NoReturn, TypeVar, assert_never
 
 from ft_core import leadership
 from ft_core.comm import nccl_environment
-from ft_core.comm.rendezvous import Stores
+from ft_core.comm.rendezvous_server import Stores
 from ft_core.errors import AuthenticationError, FtError, ProtocolError
 from ft_core.net import interfaces
 from ft_core.net.transport import TcpTransport

@@ -1,4 +1,4 @@
-"""What workers say to the store of an epoch (`comm.rendezvous`). The answer to a request has its `id`."""
+"""What workers say to the store of an epoch (`comm.rendezvous_server`). An answer has its request's `id`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from ft_core.protocol.messages import Epoch, Message, Role, Roles
 
 Id = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Number = Annotated[int, Meta(ge=-(1 << 62), lt=1 << 62)]
+
+MAX_VALUE = 16 << 20
+"""Bytes of one value. The largest are gloo's, some 100 bytes per member of a group."""
 
 
 class JoinEpoch(Message, frozen=True):

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 
 from ft_core.process import stream
+from ft_core.state.checksums import hash_of
 from ft_core.state.manifest import CHUNK, Segment
 from ft_core.state.memory import SnapshotBuffer
 
@@ -126,8 +126,3 @@ def locked(nbytes: int) -> torch.Tensor:
             *(nbytes, str(error).partition("\n")[0]),
         )
         return torch.empty(nbytes, dtype=torch.uint8)
-
-
-def hash_of(data: memoryview, chunk: int) -> int:
-    """The checksum of a chunk of a segment's bytes."""
-    return xxhash.xxh3_64_intdigest(data[chunk * CHUNK : (chunk + 1) * CHUNK])

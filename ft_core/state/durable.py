@@ -31,9 +31,9 @@ from xxhash import xxh3_64_hexdigest
 
 from ft_core.errors import CorruptSnapshot, TransportError
 from ft_core.protocol.messages import NodePlan
-from ft_core.state.manifest import Segment
+from ft_core.state.checksums import verify
+from ft_core.state.manifest import ENVELOPE, Segment
 from ft_core.state.memory import SnapshotBuffer, anonymous, copy_bytes
-from ft_core.state.snapshot import ENVELOPE, verify
 from ft_core.state.store import NodeStore, RoleMemory
 
 log = logging.getLogger(__name__)

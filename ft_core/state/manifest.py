@@ -19,6 +19,9 @@ from ft_core.protocol.messages import Item, Layout
 CHUNK = 1 << 20
 """Bytes per checksummed chunk; the last chunk of a segment may be shorter."""
 
+ENVELOPE = "ft/envelope"
+"""The name of the item that has all of a state that is no tensor."""
+
 ALIGN = 64
 """Every item starts at a multiple of this many bytes, so that a view has its dtype's alignment."""
 

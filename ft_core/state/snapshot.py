@@ -22,18 +22,16 @@ from ft_core.adapter import Maker, State, StateTensor
 from ft_core.errors import ConfigError, CorruptSnapshot, FtError
 from ft_core.process import stream
 from ft_core.process.timeline import timeline
-from ft_core.state import envelope, threads
-from ft_core.state.device_copy import DeviceCopies, hash_of
-from ft_core.state.manifest import CHUNK, Segment, layout
+from ft_core.state import envelope
+from ft_core.state.checksums import verify
+from ft_core.state.device_copy import DeviceCopies
+from ft_core.state.manifest import CHUNK, ENVELOPE, Segment, layout
 from ft_core.state.memory import TORN, SharedMemory, SnapshotBuffer
 
 log = logging.getLogger(__name__)
 
-ENVELOPE = "ft/envelope"
 _PIECE = 256 << 10
 """Bytes that are copied, and then hashed, at once."""
-_RUN = 8
-"""Chunks that a thread checks one after the other."""
 Allocate = Callable[[int, list[Segment]], Sequence[int]]
 """(slot, segments) -> address of fresh memory for that slot, owned by the agent."""
 
@@ -300,34 +298,6 @@ def _fence(device: torch.device | None) -> _Fence | None:
         return None
     with torch.cuda.device(device):
         return _Fence(device, stream.event())
-
-
-def verify(buffer: SnapshotBuffer) -> None:
-    """Check every chunk against its checksum. Raises CorruptSnapshot naming the first bad one.
-
-    Also of what this node's agent has just fetched and verified: by several threads it takes hardly longer
-    than to map the pages, which has to be done for the load, and it is the bytes that are loaded that are
-    checked, by whoever loads them.
-    """
-    runs = [
-        (index, range(first, min(first + _RUN, segment.chunks)))
-        for index, segment in enumerate(buffer.segments)
-        for first in range(0, segment.chunks, _RUN)
-    ]
-    bad: list[tuple[int, int]] = []
-
-    def check(number: int) -> None:
-        index, chunks = runs[number]
-        data, sums = buffer.data(index), buffer.checksums(index)
-        bad.extend((index, chunk) for chunk in chunks if hash_of(data, chunk) != sums[chunk])
-
-    threads.each(len(runs), check)
-    if bad:
-        index, chunk = min(bad)
-        raise CorruptSnapshot(
-            f"local snapshot of version {buffer.version}: chunk {chunk} of segment "
-            f"{buffer.segments[index].id} does not match its checksum; this copy is not used"
-        )
 
 
 def _copy_from_host(

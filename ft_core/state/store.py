@@ -6,11 +6,10 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from ft_core.errors import CorruptSnapshot, FtError
-from ft_core.state.device_copy import hash_of
-from ft_core.state.manifest import CopyTarget, Segment
+from ft_core.state.checksums import hash_of, verify
+from ft_core.state.manifest import ENVELOPE, CopyTarget, Segment
 from ft_core.state.memory import TORN, SharedMemory, SnapshotBuffer, snapshot_memory
 from ft_core.state.replicas import ReplicaStore
-from ft_core.state.snapshot import ENVELOPE, verify
 
 Found = tuple[Segment, memoryview, Sequence[int]]
 LARGEST_ASKED = 8 << 20

@@ -19,7 +19,7 @@ from ft_core.cli.planner import command
 from ft_core.cli.planner.razor import plan
 from ft_core.cli.planner.shape import PlannedJob
 from ft_core.protocol.messages import DescribeRole, RoleDescribed
-from ft_core.state.snapshot import ENVELOPE
+from ft_core.state.manifest import ENVELOPE
 
 STEPS = 6
 MEASURED = Path(__file__).parent / "measured.py"

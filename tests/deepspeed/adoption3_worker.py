@@ -19,7 +19,7 @@ from state_worker import BF16, CASES, TrainedEngine, collectives, main, stage
 from ft_core.adapter import Redundancy
 from ft_core.comm import backend
 from ft_core.comm.process_group import Communicators
-from ft_core.comm.rendezvous import Stores
+from ft_core.comm.rendezvous_server import Stores
 from ft_core.conformance import Trial
 
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}

@@ -17,7 +17,6 @@ from .invariants import Violation
 from .job import SHORT, Outcome
 from .schedules import repeat, simulate, simulate_leaders
 
-_CHUNK = 50
 _GARBAGE = 50_000
 """Objects made before those are looked for that nobody has any more: what is imported is none."""
 
@@ -43,7 +42,7 @@ def outcomes(
 ) -> Iterator[tuple[int, Outcome | str]]:
     """By seed, as they come."""
     with multiprocessing.get_context("fork").Pool(processes, _begin, (mutation,)) as pool:
-        yield from pool.imap_unordered(functools.partial(_outcome, leaders), seeds, _CHUNK)
+        yield from pool.imap_unordered(functools.partial(_outcome, leaders), seeds)  # one takes long enough
 
 
 def failures(

@@ -14,7 +14,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from ft_core.comm import flight_memory as flight
-from ft_core.comm.flight import DTYPES
+from ft_core.comm.flight_memory import DTYPES
 from ft_core.node.events import ReadFlight
 from ft_core.process import stacks
 from ft_core.process.doing import below, look_at

@@ -154,6 +154,7 @@ def _settings(node: ast.stmt) -> Iterator[Setting]:
 
 def _preload(without: dict[str, str]) -> dict[str, str]:
     """Returns what is to be left to the script beside that, and was not, and why."""
+    import ft_core.node.workers.entry
     import ft_core.worker.entry  # noqa: F401 - what every worker needs
     from ft_core import plugins
 

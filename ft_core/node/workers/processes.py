@@ -19,14 +19,13 @@ from pathlib import Path
 
 from ft_core.comm import flight_memory
 from ft_core.errors import FtError
-from ft_core.node.workers import preload
+from ft_core.node.workers import entry, preload
 from ft_core.node.workers.flight import Recorded
 from ft_core.process import ending
 from ft_core.protocol import messages as m
 from ft_core.protocol.async_channel import AsyncChannel
 from ft_core.settings import Command
 from ft_core.state.memory import ControlBlock, Word
-from ft_core.worker import entry
 from ft_core.worker.logs import Tee
 
 _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"

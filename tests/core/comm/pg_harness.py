@@ -18,7 +18,7 @@ from torch import distributed as dist
 
 from ft_core.comm import backend
 from ft_core.comm.process_group import Communicators
-from ft_core.comm.rendezvous import Stores
+from ft_core.comm.rendezvous_server import Stores
 from ft_core.errors import EpochChanged
 from ft_core.protocol.groups import RecordCount, Series
 from ft_core.state.memory import ControlBlock

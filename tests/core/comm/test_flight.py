@@ -24,8 +24,8 @@ from waiting import wait_for_value
 
 from ft_core.cli.flight import dump, table, to_json, write
 from ft_core.comm import flight_memory as flight
-from ft_core.comm.flight import DTYPES, FlightRecorder
-from ft_core.comm.flight_memory import SLOTS
+from ft_core.comm.flight import FlightRecorder
+from ft_core.comm.flight_memory import DTYPES, SLOTS
 from ft_core.node.events import ReadFlight
 from ft_core.node.workers.flight import Recorded, answer, read
 from ft_core.process.doing import look_at
@@ -552,7 +552,9 @@ def test_people_see_one_line_for_each_operation() -> None:
     assert (record["kind"], record["peer"], record["number"]) == ("send", 1, 0)
 
 
-def test_ftctl_does_not_wait_for_torch() -> None:
-    """It takes seconds to import, and what `ftctl` asks of a job is answered at once."""
-    program = "import sys, ft_core.cli.ctl; sys.exit('torch' in sys.modules)"
+@pytest.mark.parametrize("module", ["ft_core.cli.ctl", "ft_core.node.__main__"])
+def test_who_has_no_use_for_torch_does_not_wait_for_it(module: str) -> None:
+    """It takes seconds to import, and what `ftctl` asks of a job is answered at once; an agent's workers
+    have it from the fork server."""
+    program = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0

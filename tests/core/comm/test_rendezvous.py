@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from ft_core.comm import inner, rendezvous
+from ft_core.comm import inner, rendezvous_server
 from ft_core.comm.inner import start
-from ft_core.comm.rendezvous import EpochStore, Stores
+from ft_core.comm.rendezvous import EpochStore
+from ft_core.comm.rendezvous_server import Stores
 from ft_core.errors import AuthenticationError
 from ft_core.protocol.groups import GroupId, Series
-from ft_core.protocol.store import Ask, Meet, SetKey, WaitForKeys
+from ft_core.protocol.store import MAX_VALUE, Ask, Meet, SetKey, WaitForKeys
 
 SECRET = b"s" * 32
 GROUP = GroupId.of(range(2), 0)
@@ -91,7 +92,7 @@ def test_with_a_key_come_those_beside_it_as_many_as_a_message_takes(
     connect: Callable[..., EpochStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = connect(), connect()
-    monkeypatch.setattr(rendezvous, "SHELF", 1000)
+    monkeypatch.setattr(rendezvous_server, "SHELF", 1000)
     for number in range(25):
         a.set(f"g/{number}", bytes([number]) * 100)
         a.set(f"h/{number}", b"other")
@@ -145,7 +146,11 @@ def test_an_agent_has_other_things_to_do_than_to_answer_all_roles_at_once() -> N
             told.append(reply)
 
     async def all_meet() -> list[int]:
-        store, group, members = rendezvous._Store(), f"0-{COUNT - 1}:1#0", [Told() for _ in range(COUNT)]
+        store, group, members = (
+            rendezvous_server._Store(),
+            f"0-{COUNT - 1}:1#0",
+            [Told() for _ in range(COUNT)],
+        )
         seen = []
         for role, member in enumerate(members):
             store.join(member, role)  # type: ignore[arg-type]
@@ -162,7 +167,7 @@ def test_an_agent_has_other_things_to_do_than_to_answer_all_roles_at_once() -> N
     told: list[object] = []
     seen = asyncio.run(all_meet())
     assert len(told) == 3 * COUNT, "values, asks, and that all have come"
-    assert max(b - a for a, b in pairwise([0, *seen])) <= 3 * rendezvous.AT_ONCE
+    assert max(b - a for a, b in pairwise([0, *seen])) <= 3 * rendezvous_server.AT_ONCE
 
 
 def test_a_replacement_of_a_members_connection_counts_once(connect: Callable[..., EpochStore]) -> None:
@@ -251,10 +256,10 @@ def test_a_store_has_bounds(
 ) -> None:
     store = connect()
     with pytest.raises(ValueError, match="a store takes"):
-        store.set("k", bytes(rendezvous.MAX_VALUE + 1))
+        store.set("k", bytes(MAX_VALUE + 1))
     store.set("k", bytes(1000))
     assert store.check(["k"])
-    monkeypatch.setattr(rendezvous, "MAX_EPOCH", 3000)
+    monkeypatch.setattr(rendezvous_server, "MAX_EPOCH", 3000)
     store.set("l", bytes(2000))
     with pytest.raises(dist.DistStoreError, match="is gone"):
         store.check(["l"])

@@ -19,7 +19,8 @@ import pytest
 from core.copies import make, push
 from harness import environment
 
-from ft_core.comm.rendezvous import EpochStore, Stores
+from ft_core.comm.rendezvous import EpochStore
+from ft_core.comm.rendezvous_server import Stores
 from ft_core.errors import AuthenticationError
 from ft_core.net.transport import TcpTransport
 from ft_core.process.descriptors import raise_limit

@@ -19,11 +19,11 @@ from ft_core.adapter import Maker, StateTensor
 from ft_core.errors import ConfigError, CorruptSnapshot, FtError
 from ft_core.state import snapshot
 from ft_core.state.adoption import Snapshots
-from ft_core.state.device_copy import hash_of
+from ft_core.state.checksums import hash_of, verify
 from ft_core.state.envelope import decode
 from ft_core.state.manifest import CHUNK, layout
 from ft_core.state.memory import TORN, SharedMemory, SnapshotBuffer, snapshot_memory
-from ft_core.state.snapshot import Snapshotter, verify
+from ft_core.state.snapshot import Snapshotter
 from ft_core.state.store import NodeStore, RoleMemory
 
 copyto = np.copyto

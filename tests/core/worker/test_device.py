@@ -39,10 +39,11 @@ from ft_core.protocol.messages import (
 )
 from ft_core.protocol.sockets import listen
 from ft_core.state import device_copy
+from ft_core.state.checksums import verify
 from ft_core.state.device_copy import PIECE, PIECES
 from ft_core.state.manifest import CHUNK, Segment
 from ft_core.state.memory import IN_OPTIMIZER, ControlBlock, Word
-from ft_core.state.snapshot import Snapshotter, verify
+from ft_core.state.snapshot import Snapshotter
 from ft_core.state.store import RoleMemory
 from ft_core.worker import recovery as recovery_module
 from ft_core.worker import session as session_module
