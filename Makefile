@@ -20,6 +20,9 @@ PARALLEL := $(if $(filter-out 0 1,$(WORKERS)),--numprocesses=$(WORKERS) --dist=l
 # What starts no whole job has one core.
 SMALL := --numprocesses=$$(nproc) --dist=loadfile tests/core tests/simulation tests/megatron tests/deepspeed
 
+# Where it is set, each process of a whole job would compile all of it anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-megatron demo test test-light test-megatron test-rest test-all test-strict simulate test-exhaustive lint docs bench clean
 
