@@ -441,7 +441,7 @@ def join_sick(job: SimJob, rng: Random) -> None:
     if rng.random() < 0.7:
         job.join()
     for _ in range(rng.choice((0, 1, 1, 2))):
-        job.world.at(rng.choice((0.1, 1.0, 3.0, 8.0, 8.0)), lambda: kill_node(job, rng))
+        job.world.at(rng.choice((0.1, 1.0, 3.0, 8.0, 8.0)), lambda: job.calm or kill_node(job, rng))
 
 
 def disaster(job: SimJob, rng: Random) -> None:

@@ -473,6 +473,7 @@ class SimJob:
             self._check_corruption(event)
         if event.event == "link":
             self._spared(event.more["replaced"], controller)
+            self._ailed.add(event.more["replaced"])  # should it come back before it hears of that
             machines = [name.partition("+")[0] for name in event.more["nodes"]]
             # If it was mended only just now, it was broken when they tried.
             well = self.network.joined(*machines, self.world.now - _ANSWER)
@@ -898,8 +899,9 @@ class SimJob:
         return self.outcome
 
     def _groups_return(self) -> None:
-        """Replica groups do, as there are nodes enough; perhaps another makes them try once more."""
-        for _ in range(2):
+        """Replica groups do, as there are nodes enough; perhaps another makes them try once more, and one more
+        is needed for each that is about to go."""
+        for _ in range(2 + sum(node.noticed for node in self.live())):
             if self.over or self._everybody_trains():
                 return
             self.join()
