@@ -899,8 +899,8 @@ class SimJob:
         return self.outcome
 
     def _groups_return(self) -> None:
-        """Replica groups do, as there are nodes enough; perhaps another makes them try once more, and one more
-        is needed for each that is about to go."""
+        """Replica groups do, as there are nodes enough; perhaps another makes them try once more. One more is
+        needed for each that is about to go."""
         for _ in range(2 + sum(node.noticed for node in self.live())):
             if self.over or self._everybody_trains():
                 return

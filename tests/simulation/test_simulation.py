@@ -149,7 +149,7 @@ FAILED_ONCE = {
     1080286876: "a newcomer asked a role for records that had been ready, and was not used",
     2712120538: "an error of a script's ended the job: a device that failed had made its role raise the same",
     707216956: "the oracle took nodes away when all was to be well",
-    -3642916864: "the oracle missed that an end of a broken link came back before it heard that it was replaced",
+    -3642916864: "the oracle missed that an end of a broken link came back before it heard so",
     2983776956: "the oracle had not as many nodes come as were about to go",
 }
 """Seeds of schedules that have failed: what was wrong, and the mutation that makes it wrong again."""
