@@ -429,7 +429,7 @@ def where_scripts_begin_is_unknown() -> None:
 
     def mutated(self: ClusterState, message: m.RoleLayout) -> None:
         lay_out(self, message)
-        self.script_start_version = 0
+        self.script.start_version = 0
 
     ClusterState.lay_out = mutated  # type: ignore[method-assign]
 

@@ -409,7 +409,7 @@ def test_who_has_not_called_may_not_speak_for_others(tmp_path: Path):
 
     async def test(job: Job) -> None:
         fleet = job.fleet
-        hello = fleet_hello(fleet, "stranger")
+        hello = stranger_hello()
         channel = await AsyncChannel.connect(fleet.settings.controller, fleet.secret, m.FROM_CONTROLLER)
         channel.post(hello)
         channel.post_encoded(pack([([0], b"{}")]))
@@ -429,8 +429,18 @@ def test_who_has_not_called_may_not_speak_for_others(tmp_path: Path):
     play(tmp_path / "job", test)
 
 
-def fleet_hello(fleet: Fleet, name: str) -> m.AgentHello:
-    node = fleet.join(name)
-    hello = node.hello()
-    node.die()
-    return hello
+def stranger_hello() -> m.AgentHello:
+    nothing = m.Holdings(
+        epoch=0,
+        begun="",
+        reported=0,
+        parts=[],
+        roles={},
+        replicas={},
+        segments={},
+        idle=0,
+        store="",
+        master="",
+        configured=None,
+    )
+    return m.AgentHello("stranger", 1, 1, -1, "stranger", "127.0.0.1:1", nothing, [], draining=False, job="")

@@ -33,7 +33,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_core.cli.ask import status
-from ft_core.comm.rendezvous import EpochStore, Stores
+from ft_core.comm.rendezvous import EpochStore
+from ft_core.comm.rendezvous_server import Stores
 from ft_core.errors import ProtocolError
 from ft_core.net.transport import TcpTransport
 from ft_core.process import refusals
