@@ -37,6 +37,7 @@ class FinalSave:
             phase.last = None  # who was to write is lost: others may hold the same
             self.advance(phase)
         elif phase.last is not None:
+            self._order(phase, phase.last)
             self._verify(phase, phase.last)
         elif cluster.all_reported():
             self._begin(phase)
@@ -77,9 +78,19 @@ class FinalSave:
             if there and max(there) >= last.version:
                 self._saved(phase, max(there), there[max(there)])
                 return
-        phase.last, phase.left = last, set(last.places)
-        for name, order in last_version.orders(cluster, last).items():
-            self._out.send(cluster.nodes[name], order)
+        phase.last, phase.left, phase.told = last, set(last.places), {}
+        self._order(phase, last)
+
+    def _order(self, phase: Saving, last: LastVersion) -> None:
+        """Tell each node what it has to write; once more over another connection, as that, or its answer, may
+        have been lost with the one before."""
+        nodes = self._cluster.nodes
+        if all(phase.told.get(name) == nodes[name].peer for name in last.places.values()):
+            return
+        for name, order in last_version.orders(self._cluster, last).items():
+            if phase.told.get(name) != nodes[name].peer:
+                phase.told[name] = nodes[name].peer
+                self._out.send(nodes[name], order)
 
     def _verify(self, phase: Saving, last: LastVersion) -> None:
         """Once all is written, see whether all nodes find it whole."""

@@ -9,7 +9,9 @@ from typing import ClassVar
 
 from ft_core.control.decide.ladder import Failure
 from ft_core.control.decide.last_version import LastVersion
+from ft_core.control.events import Peer
 from ft_core.process.transitions import Transitions
+from ft_core.protocol.messages import NodeName
 
 
 @dataclass
@@ -97,6 +99,8 @@ class Saving:
     """What is written, once it is known."""
     left: set[int] = field(default_factory=set)
     """Roles whose parts of it are not written yet."""
+    told: dict[NodeName, Peer] = field(default_factory=dict)
+    """The nodes that were told to write them, each with the connection that this went over."""
     hurried: bool = False
     """Whether workers were ended that did not leave their step."""
 

@@ -83,6 +83,8 @@ class EpochExecutor:
         which."""
         self._stuck_at = math.inf
         """When workers are killed that have not left their step for this epoch."""
+        self._writes: dict[int, tuple[WriteVersion, m.VersionSaved | None]] = {}
+        """Role -> what is to be written of it before the job ends, and what came of that once it is known."""
         self._taken: set[int] = set()
         """Roles that were elsewhere in the epoch before, and have yet to do a step here."""
         self._taken_at = 0.0
@@ -534,7 +536,13 @@ class EpochExecutor:
         adopted = {} if wanted.replicated else plan.adopted
         for role in wanted.roles:
             held = role, *(away for away, adopter in adopted.items() if adopter == role)
-            self.do(WriteVersion(held, wanted.version, now, wanted.replicated))
+            order = WriteVersion(held, wanted.version, now, wanted.replicated)
+            known, answer = self._writes.get(role, (None, None))
+            if known != order:
+                self._writes[role] = order, None
+                self.do(order)
+            elif answer is not None:  # which was lost with the connection, perhaps
+                self.post(answer)
 
     def version_written(self, event: VersionWritten) -> None:
         """A role's part of the last version is on storage, or could not be written."""
@@ -542,7 +550,9 @@ class EpochExecutor:
         if why:
             log.error("node %s: step %d, role %d: %s", self.about.node, order.version, order.held[0], why)
             why = f"node {self.about.node}: {why}"
-        self.post(m.VersionSaved(order.plan.epoch, order.held[0], order.version, why))
+        answer = m.VersionSaved(order.plan.epoch, order.held[0], order.version, why)
+        self._writes[order.held[0]] = order, answer
+        self.post(answer)
 
     def written(self, event: DurableDone) -> None:
         """A snapshot is on storage, or could not be written."""

@@ -62,6 +62,20 @@ def written(job: ControlPlane, reason: str = "") -> None:
             job[name].say(m.VersionSaved(order.epoch, role, order.version, reason))
 
 
+def test_a_node_with_another_connection_is_told_once_more() -> None:
+    """Found by the simulator: the order was lost with a connection, and waited for until the time was over."""
+    job = ending()
+    lists(job, NAME.format(1, 1))
+    order = orders(job)["node1"]
+    job["node1"].greet()
+    job.wait(1)
+    assert [sent for sent in job["node1"].heard if isinstance(sent, m.SaveVersion)] == [order, order]
+    assert [sent for sent in job["node0"].heard if isinstance(sent, m.SaveVersion)] == [orders(job)["node0"]]
+    written(job)
+    lists(job, NAME.format(2, job.controller.cluster.epoch))
+    assert job.done == End(3)
+
+
 def test_each_node_writes_what_it_has_and_it_counts_once_all_see_it_whole() -> None:
     job = ending()
     lists(job, NAME.format(1, 1))

@@ -388,6 +388,23 @@ def test_a_worker_that_hangs_is_looked_at_and_then_ended(training: Node):
     assert not training.handle(e.Examined(99, end=True)), "it has ended meanwhile"
 
 
+def test_the_last_version_is_written_once_however_often_that_is_asked_for(training: Node):
+    def asked(version: int = 3) -> m.SaveVersion:
+        assert training.agent.epochs.plan is not None
+        about = training.agent.epochs.plan.id, 2, version, [0]
+        return m.SaveVersion(*about, sources={}, away={}, replicated=False)
+
+    training.hear(m.Abort(2))
+    [order] = training.hear(asked())
+    assert isinstance(order, e.WriteVersion)
+    training.greeting()
+    assert not training.hear(asked()), "it is being written"
+    answer = e.ToController(m.VersionSaved(2, 0, 3, ""))
+    assert training.handle(e.VersionWritten(order, "")) == [answer]
+    assert training.hear(asked()) == [answer], "which was lost with the connection, perhaps"
+    assert isinstance(training.hear(asked(version=2))[0], e.WriteVersion)
+
+
 def test_who_was_given_up_becomes_a_spare_and_does_nothing_more(training: Node):
     training.hear(m.GivenUp())
     assert training.done == [e.BecomeSpare()]
