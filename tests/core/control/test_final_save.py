@@ -63,7 +63,7 @@ def written(job: ControlPlane, reason: str = "") -> None:
 
 
 def test_a_node_with_another_connection_is_told_once_more() -> None:
-    """Found by the simulator: the order was lost with a connection, and waited for until the time was over."""
+    """Found by the simulator: the order was lost with a connection, and waited for until the end."""
     job = ending()
     lists(job, NAME.format(1, 1))
     order = orders(job)["node1"]
