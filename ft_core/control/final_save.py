@@ -16,6 +16,7 @@ from ft_core.control.observe import explain
 from ft_core.control.phases import Saving
 from ft_core.control.recovery import RecoveryCoordinator
 from ft_core.errors import Unrecoverable
+from ft_core.protocol.checkpoint_names import parse
 from ft_core.protocol.messages import VersionSaved
 
 _HURRY = 0.25
@@ -97,7 +98,7 @@ class FinalSave:
         if phase.left or (there := self._on_storage(phase, last)) is None:
             return
         name = there.get(last.version, "")
-        if name and int(name.split("-")[2]) == self._cluster.epoch:
+        if name and parse(name).epoch == self._cluster.epoch:
             self._saved(phase, last.version, name)
         else:
             where = explain.place_of_last_version(self._cluster)

@@ -19,7 +19,6 @@ import json
 import logging
 import mmap
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +29,8 @@ from typing import Any, BinaryIO
 from xxhash import xxh3_64_hexdigest
 
 from ft_core.errors import CorruptSnapshot, TransportError
+from ft_core.protocol import checkpoint_names
+from ft_core.protocol.checkpoint_names import CheckpointId, parse
 from ft_core.protocol.messages import NodePlan
 from ft_core.state.checksums import verify
 from ft_core.state.manifest import ENVELOPE, Segment
@@ -46,20 +47,19 @@ _PIECE = 16 << 20
 _MAX_HEADER = 256 << 20
 _SURE = 300.0
 """Seconds in which others have written a part of some checkpoint, where there is storage that all see."""
-_NAME = re.compile(r"step-(\d+)-(\d+)-(\w+)-(\d+)")
 _SEGMENTS = "segments"
 
 
 def name_of(version: int, plan: NodePlan) -> str:
-    """The directory of `version` as the epoch of `plan` has it. Names sort by version, then epoch."""
+    """The directory of `version` as the epoch of `plan` has it."""
     # INV-11 (durable): parts of another epoch, or of another job, never complete this one.
     world_size = len(plan.roles) + len(plan.absent)
-    return f"step-{version:08d}-{plan.epoch:05d}-{plan.job}-{world_size}"
+    return checkpoint_names.name_of(CheckpointId(version, plan.epoch, plan.job, world_size))
 
 
 def version_of(name: str) -> int:
     """Inverse of `name_of`, for the version."""
-    return int(name.split("-")[1])
+    return parse(name).version
 
 
 def complete(directory: str, world_size: int) -> list[str]:
@@ -199,8 +199,8 @@ def _alone(directory: str, name: str, role: int, plan: NodePlan) -> float:
         return 0.0
     few = {others[0], others[-1], min((each for each in others if each > role), default=others[0])}
     times = []
-    for each in _names(directory, int(name.rpartition("-")[2])):
-        if _split(each)[1:] == _split(name)[1:]:
+    for each in _names(directory, parse(name).roles):
+        if parse(each)[1:] == parse(name)[1:]:
             if any(Path(directory, each, _part(other)).exists() for other in few):
                 return 0.0
             with contextlib.suppress(OSError):  # deleted since
@@ -244,19 +244,14 @@ def superfluous(names: Sequence[str], whole: Sequence[str], name: str, *, failed
     kept = [newest[version] for version in sorted(newest)[-KEEP:]]
     torn = [n for n in names if n not in whole and n != name and not _after(n, name)]
     if not failed:
-        torn = [n for n in torn if n not in torn[-KEEP:] or (kept and n < kept[-1])]
+        torn = [n for n in torn if n not in torn[-KEEP:] or (kept and parse(n) < parse(kept[-1]))]
     return [n for n in whole if n not in kept] + torn
 
 
 def _after(name: str, other: str) -> bool:
     """Whether a checkpoint is of the same job as the `other`, and was begun later."""
-    (version, epoch, job), (other_version, other_epoch, other_job) = map(_split, (name, other))
-    return job == other_job and (epoch, version) > (other_epoch, other_version)
-
-
-def _split(name: str) -> tuple[int, int, str]:
-    _, version, epoch, job, _ = name.split("-")
-    return int(version), int(epoch), job
+    one, two = parse(name), parse(other)
+    return one.job == two.job and (one.epoch, one.version) > (two.epoch, two.version)
 
 
 def open_role(directory: str, name: str, role: int) -> tuple[list[Segment], Callable[[SnapshotBuffer], None]]:
@@ -338,7 +333,7 @@ def _part(role: int) -> str:
 
 def _names(directory: str, world_size: int) -> list[str]:
     found = _list(Path(directory)) if directory else []
-    return sorted(n for n in found if (match := _NAME.fullmatch(n)) and int(match[4]) == world_size)
+    return checkpoint_names.of_size(found, world_size)
 
 
 def _list(path: Path) -> list[str]:

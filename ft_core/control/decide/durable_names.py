@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from ft_core.control.cluster.node import Node
 from ft_core.control.events import Effect, Peer, Send
+from ft_core.protocol.checkpoint_names import parse
 from ft_core.protocol.messages import DurableNames, ListDurable
 
 
@@ -36,7 +37,7 @@ class Checkpoints:
         if not set(nodes) <= set(self.names):
             return None
         found = set.intersection(*(set(self.names[name]) for name in nodes)) if nodes else set()
-        return {int(each.split("-")[1]): each for each in sorted(found)}
+        return {parse(each).version: each for each in sorted(found, key=parse)}
 
     def ask(self, nodes: Mapping[str, Node], who: Collection[str]) -> list[Effect]:
         """Ask those of `who` that were not, over the connection that they have now."""

@@ -49,7 +49,7 @@ Addresses = Annotated[str, Meta(pattern=rf"^{_HOST}:{_PORT}(,{_HOST}:{_PORT}){{0
 CheckpointName = Annotated[
     str, Meta(pattern=r"^step-[0-9]{1,18}-[0-9]{1,19}-[0-9A-Za-z_]{1,64}-[0-9]{1,10}\Z")
 ]
-"""The name of a durable checkpoint, see `state.durable`."""
+"""The name of a durable checkpoint, see `protocol.checkpoint_names`."""
 Stage = Literal["startup", "training"]
 """Whether a worker has reached its first train step in this job."""
 Origin = Literal["memory", "initial", "durable"]

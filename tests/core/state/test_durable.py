@@ -200,7 +200,7 @@ def stored(directory: Path) -> dict[str, Any]:
 
 def test_all_roles_read_the_newest_that_every_node_sees(tmp_path: Path):
     """The plan names it: nodes may see different lists for a while, and two epochs may have had a step."""
-    old, new, last = (durable.name_of(5, plan(epoch)) for epoch in (9, 10, 11))
+    old, new, last = (durable.name_of(5, plan(epoch)) for epoch in (9_000_009, 10_000_010, 10_000_011))
 
     async def job() -> None:
         async with Fleet(tmp_path, nodes=2, spares=1, **stored(tmp_path)) as fleet:
@@ -394,12 +394,13 @@ def test_storage_that_only_one_node_sees_is_told(tmp_path: Path, store: NodeStor
     save(50)
 
 
-def test_one_that_was_written_again_counts_once(tmp_path: Path, store: NodeStore):
+@pytest.mark.parametrize("last", [3, 10_000_001])  # a controller's eleventh term
+def test_one_that_was_written_again_counts_once(tmp_path: Path, store: NodeStore, last: int):
     """A recovery at a checkpoint's step writes that again, in the new epoch."""
-    for version, epoch in ((10, 1), (20, 1), (20, 2), (20, 3), (30, 3)):
+    for version, epoch in ((10, 1), (20, 1), (20, 9_000_002 if last > 3 else 2), (20, last), (30, last)):
         write(tmp_path, version, store, epoch)
     assert durable.complete(str(tmp_path), 1) == [
-        durable.name_of(version, plan(epoch)) for version, epoch in ((10, 1), (20, 3), (30, 3))
+        durable.name_of(version, plan(epoch)) for version, epoch in ((10, 1), (20, last), (30, last))
     ]
 
 
