@@ -124,6 +124,7 @@ def _launch(args: argparse.Namespace) -> Launcher:
         launcher.candidate(spare=rank >= settings.nnodes)
     elif rank == 0:
         launcher.controller()
+    launcher.sole_node = settings.nnodes == 1 and not settings.leadership
     place = socket.gethostname() + f"-{rank}" * (rank != ANY_RANK)
     if where.source and rank in (0, ANY_RANK):  # what others say is in events.jsonl
         tell(f"ftrun: failure domain {where.of(place)}, from {where.source}")

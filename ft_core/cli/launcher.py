@@ -96,6 +96,8 @@ class Launcher:
         self._places: list[_Place] = []
         self.standalone = False
         """All nodes of the job are here."""
+        self.sole_node = False
+        """Nor is one needed elsewhere, though spares may join from there."""
         self.patience = math.inf
         """Seconds that workers have to end after SIGTERM, if they handle it."""
         self._told_at: float | None = None
@@ -185,7 +187,7 @@ class Launcher:
                     self._places.append(_Place(failures, time.monotonic() + _STANDS_IN))
             self._fill_places()
             if not self._running:
-                if self.standalone and self._given_up and not self._told:
+                if (self.standalone or self.sole_node) and self._given_up and not self._told:
                     tell(_ALL_FAILED, "ERROR")
                     return 1
                 if self._controller is None or (self._elected and not self._is_waited_for()):

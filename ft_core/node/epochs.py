@@ -83,7 +83,7 @@ class EpochExecutor:
         which."""
         self._stuck_at = math.inf
         """When workers are killed that have not left their step for this epoch."""
-        self._writes: dict[int, tuple[WriteVersion, m.VersionSaved | None]] = {}
+        self._writes: dict[int, tuple[m.SaveVersion, m.VersionSaved | None]] = {}
         """Role -> what is to be written of it before the job ends, and what came of that once it is known."""
         self._taken: set[int] = set()
         """Roles that were elsewhere in the epoch before, and have yet to do a step here."""
@@ -536,11 +536,10 @@ class EpochExecutor:
         adopted = {} if wanted.replicated else plan.adopted
         for role in wanted.roles:
             held = role, *(away for away, adopter in adopted.items() if adopter == role)
-            order = WriteVersion(held, wanted.version, now, wanted.replicated)
             known, answer = self._writes.get(role, (None, None))
-            if known != order:
-                self._writes[role] = order, None
-                self.do(order)
+            if known != wanted:
+                self._writes[role] = wanted, None
+                self.do(WriteVersion(held, wanted.version, now, wanted.replicated))
             elif answer is not None:  # which was lost with the connection, perhaps
                 self.post(answer)
 
@@ -551,7 +550,9 @@ class EpochExecutor:
             log.error("node %s: step %d, role %d: %s", self.about.node, order.version, order.held[0], why)
             why = f"node {self.about.node}: {why}"
         answer = m.VersionSaved(order.plan.epoch, order.held[0], order.version, why)
-        self._writes[order.held[0]] = order, answer
+        wanted, _ = self._writes.get(answer.role, (None, None))
+        if wanted is not None and wanted.version == answer.version:
+            self._writes[answer.role] = wanted, answer
         self.post(answer)
 
     def written(self, event: DurableDone) -> None:

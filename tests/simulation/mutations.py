@@ -267,7 +267,7 @@ def what_to_prepare_is_said_once() -> None:
 
 def newcomers_have_no_records() -> None:
     """Roles that are ready to come back do not count among those that have start-up operations on record."""
-    Prestart.records = lambda self: []  # type: ignore[method-assign]
+    Prestart.records = lambda self, roles: []  # type: ignore[method-assign]
 
 
 def what_was_lost_on_the_way_is_unknown() -> None:
@@ -404,7 +404,7 @@ def what_is_staged_between_epochs_is_sent() -> None:
     """Nobody takes it, which looks like a broken link."""
 
     def mutated(self: node.EpochExecutor, worker: Any, role: int, version: int) -> None:
-        self.do(*self._copies.staged(worker, role, version, self.epoch))
+        self.do(*self._copies.staged(worker, role, version, self.epoch, self.now))
 
     node.EpochExecutor.staged = mutated  # type: ignore[method-assign]
 

@@ -28,6 +28,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ft_core.errors import FtError
 from ft_core.overlay import references
 from ft_core.process import collector
 from ft_core.worker import cuda_fork, import_output, imports
@@ -155,8 +156,12 @@ def _settings(node: ast.stmt) -> Iterator[Setting]:
 def _preload(without: dict[str, str]) -> dict[str, str]:
     """Returns what is to be left to the script beside that, and was not, and why."""
     import ft_core.node.workers.entry
-    import ft_core.worker.entry  # noqa: F401 - what every worker needs
     from ft_core import plugins
+
+    try:
+        import ft_core.worker.entry  # noqa: F401 - what every worker needs
+    except ImportError as error:  # such an error the fork server would pass over, and each worker come to
+        raise FtError(f"no worker can be started here: {error}") from error
 
     with contextlib.suppress(Exception):
         plugins.load(plugins.HOOKS)

@@ -36,7 +36,7 @@ _TUNABLES, _MALLOC = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 """Has glibc do so for all its memory. torch alone loses up to 2 MiB of each tensor to small pages, half of
 one of 4 MiB: it asks for what the tensor has, which does not begin where a huge page does, and ends at the
 header of the next."""
-_NO_SERVER = "its fork server has ended: no worker can be started, nor the end of one be known"
+_NO_SERVER = "its fork server has ended (it says why): no worker can be started, nor the end of one be known"
 
 
 def use_huge_pages(environment: MutableMapping[str, str]) -> None:
@@ -113,7 +113,10 @@ class WorkerPool:
             args=(*self._link, number, device, self._command, logs, self._json),
             name=f"worker-{number}",
         )
-        process.start()
+        try:
+            process.start()
+        except (EOFError, ConnectionError) as error:
+            raise FtError(_NO_SERVER) from error
         assert process.pid is not None
         if _server() != self._server:  # multiprocessing has started another
             raise FtError(_NO_SERVER)

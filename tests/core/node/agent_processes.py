@@ -86,7 +86,7 @@ class Agents:
         self.fleet = fleet
         self.all: list[AgentProcess] = []
         self._processes = multiprocessing.get_context("forkserver")
-        self._processes.set_forkserver_preload(["core.agent_processes"])
+        self._processes.set_forkserver_preload(["core.node.agent_processes"])
 
     async def __aenter__(self) -> Agents:
         await self.fleet.stop_controller()

@@ -330,6 +330,23 @@ def test_a_controller_whose_machine_cannot_even_end_the_job_ends_it(
     assert "ftrun: the job stops: its controller fails" in capfd.readouterr().err
 
 
+def test_a_job_of_one_node_ends_where_torch_cannot_be_imported(tmp_path: Path):
+    """Of which the agent, which has no use for torch, hears by its fork server."""
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudnn.so.9: cannot open shared object file')\n")
+    (tmp_path / "train.py").touch()
+    about = environment()
+    about["PYTHONPATH"] = os.pathsep.join([str(tmp_path), about.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "ft_core.cli.launch", "--nproc-per-node=2", f"--job-dir={tmp_path}/job"]
+    found = subprocess.run(
+        [*command, str(tmp_path / "train.py")], env=about, capture_output=True, text=True, timeout=100
+    )
+    assert found.returncode == 1
+    assert "no worker can be started here: libcudnn.so.9: cannot open" in found.stderr
+    assert found.stderr.endswith(
+        "all nodes have failed as they were starting, of the errors above; none is left\n"
+    )
+
+
 def test_an_agent_that_fails_as_it_starts_is_started_again_a_few_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
