@@ -189,7 +189,7 @@ class Controller:
         known = cluster.nodes.get(node.name)
         if known is not None:
             self._out.emit(e.Close(known.peer))
-            node.liveness.pulses = known.liveness.pulses
+            node.liveness.pulses, node.counted = known.liveness.pulses, known.counted
         cluster.add(node)
         self._admission.on_joined(node, known)
         self._recovery.failure_detector.on_greeting(node.name)

@@ -104,7 +104,7 @@ class Reports:
         newest = max([role.step for role in beat.roles.values()], default=-1)
         taking_part = recovery.prestart.taking_part(node.name, beat.roles)
         counts = beat.epoch == cluster.epoch and isinstance(recovery.phase, Running)
-        out.emit(NodeBeat(node.name, node.beats, beat, taking_part if counts else {}, newest))
+        out.emit(NodeBeat(node.name, node.counted, beat, taking_part if counts else {}, newest))
         node.beat(beat)
         node.liveness.beat(out.now)
         recovery.failure_detector.on_beat(beat.begun, newest, out.now)

@@ -48,7 +48,8 @@ class Termination:
     def on_node_told(self, node: Node) -> None:
         """A node says that it was told to end."""
         name = node.name
-        self._out.record("leaving", f"node {name} was told to end (SIGTERM)", node=name)
+        if name not in self._told:
+            self._out.record("leaving", f"node {name} was told to end (SIGTERM)", node=name)
         self._told = {*(self._told & self._cluster.nodes.keys()), name}
         if not isinstance(self._recovery.phase, Rebuilding):  # or others are yet to be heard of
             self.look_whether_all_leave()

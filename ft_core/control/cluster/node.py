@@ -55,6 +55,8 @@ class Node:
     messages_before_plan: list[Message]
     """What was said before it could be understood."""
     beats: Mapping[int, RoleBeat] = field(default_factory=dict)
+    counted: Mapping[int, RoleBeat] = field(default_factory=dict)
+    """What it has said last of its roles, over whichever connection: their counters go on."""
     replicas: Mapping[str, list[int]] = field(default_factory=dict)
     guarding: Sequence[int] = ()
     """Roles of other nodes that it has started ahead of need."""
@@ -104,7 +106,7 @@ class Node:
             beat.roles,
             beat.replicas,
         )
-        self.guarding = beat.guarding
+        self.guarding, self.counted = beat.guarding, beat.roles
 
 
 def sends_to(nodes: Iterable[Node], message: Message) -> list[Effect]:

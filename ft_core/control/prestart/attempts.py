@@ -99,8 +99,8 @@ class Prestart:
     returned: Returned = field(default_factory=lambda: Returned(set(), 0.0))
     pause: float = PAUSE
     not_before: float = -math.inf
-    moves_failed: int = 0
-    """Failed attempts to start the roles of a drained node elsewhere, since its drain was asked for."""
+    _moves_failed: tuple[str, int] = "", 0
+    """The node whose roles failed to start elsewhere last, and how often they did."""
     _emptied: dict[str, int] = field(default_factory=dict)
     """Nodes where newcomers were ended that others may need the workers of: how many were idle before."""
 
@@ -243,7 +243,7 @@ class Prestart:
         if self.attempt is None:
             return []
         if self.attempt.leaves:
-            self.moves_failed += 1
+            self._moves_failed = self.attempt.leaves, self.moves_failed(self.attempt.leaves) + 1
             return self._end(cluster, self.attempt, "not_moving", reason)
         self._failed(cluster, self.attempt.places)
         return self._end(cluster, self.attempt, "not_returning", reason)
@@ -255,6 +255,14 @@ class Prestart:
             *release(cluster),
             *_withdraw(cluster, attempt.places),
         ]
+
+    def moves_failed(self, node: str) -> int:
+        """How often the roles of a node have failed to start elsewhere, since its drain was asked for."""
+        return self._moves_failed[1] if self._moves_failed[0] == node else 0
+
+    def stays(self) -> None:
+        """A node is used as before, and its drain is over."""
+        self._moves_failed = "", 0
 
     def clears(self, cluster: ClusterState) -> bool:
         """Whether there will soon be more idle workers: in the places of newcomers that were ended."""

@@ -170,7 +170,7 @@ class Draining:
         name = next((name for name in cluster.draining if name in cluster.roles_by_node), None)
         if name is None:
             return self._let_go(cluster, now) if cluster.draining else []
-        if prestart.moves_failed >= ATTEMPTS:
+        if prestart.moves_failed(name) >= ATTEMPTS:
             return self._give_up(cluster, prestart, name, f"{ATTEMPTS} starts of its roles elsewhere failed")
         places = _elsewhere(cluster, cluster.roles_by_node[name], now)
         if places is None:
@@ -184,7 +184,7 @@ class Draining:
 
     def _give_up(self, cluster: ClusterState, prestart: Prestart, name: NodeName, why: str) -> list[Effect]:
         """Use a node as before."""
-        prestart.moves_failed = 0
+        prestart.stays()
         cluster.draining.remove(name)
         return [
             Record(

@@ -107,11 +107,13 @@ class Notices:
                     del self._going[name]
 
     def on_told(self, cluster: ClusterState, node: Node, now: float) -> list[Effect]:
-        """A node has got SIGTERM."""
+        """A node has got SIGTERM; said again with each greeting, that is as old as it was."""
+        known = self._going.get(node.name)
+        deadline = known.deadline if known is not None and known.told else now + GRACE
         if node.name in cluster.draining:
-            self._going[node.name] = _Going(SIGTERM, now + GRACE, now, told=True, drained=True)
+            self._going[node.name] = _Going(SIGTERM, deadline, now, told=True, drained=True)
             return [Send(node.peer, Drain(wanted=True))]
-        self._going[node.name] = _Going(SIGTERM, now + GRACE, now + OTHERS, told=True)
+        self._going[node.name] = _Going(SIGTERM, deadline, now + OTHERS, told=True)
         return []
 
     def tick(

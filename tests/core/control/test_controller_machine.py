@@ -152,6 +152,8 @@ class Agent:
         self.parts: list[int] = []
         self.draining = False
         self.waited = self.copying = 0.0
+        self.copied = 0
+        """Bytes of copies that it has sent."""
         self.committed, self.answers = -1, 0
         """What its beats say of its roles, and which question they answer."""
 
@@ -210,7 +212,7 @@ class Agent:
         return self.job.happens(Received(self.peer, message))
 
     def beat(self) -> list[Effect]:
-        sent = {"h2h_bytes": 0, "h2h_snapshots": 0, "own_s": self.own_s, "loss": self.loss}
+        sent = {"h2h_bytes": self.copied, "h2h_snapshots": 0, "own_s": self.own_s, "loss": self.loss}
         sent |= {"waited_s": self.waited, "copy_s": self.copying, "data_s": self.data_s}
         beat = {"tag": 1, "committed": self.committed, "step_s": 0.1, **sent}
         roles = {

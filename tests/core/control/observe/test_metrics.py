@@ -153,6 +153,18 @@ def test_who_holds_the_others_up_is_named_with_a_score() -> None:
     assert shown == [(1, "node2", 1.8, "data")]
 
 
+def test_bytes_of_copies_are_counted_once_over_whichever_connection() -> None:
+    job = ControlPlane(nodes=2)
+    job.all_step(1)
+    job["node0"].copied = 100
+    job["node0"].beat()
+    job["node0"].hangs_up()
+    job["node0"].greet()
+    job["node0"].copied = 130
+    job["node0"].beat()
+    assert samples(job)["ft_h2h_bytes_total"] == 130
+
+
 def test_errors_of_gpus_are_counted_by_their_number() -> None:
     job = recovered()
     job["node0"].xids = {79: 1, 13: 2}

@@ -338,13 +338,30 @@ def test_another_node_that_dies_needs_the_place_more() -> None:
     assert not job["node1"].draining and not job.controller.cluster.draining
 
 
-def newcomer_dies(job: ControlPlane) -> None:
-    """Role 1 starts on node2, and its worker crashes; another one is idle there."""
+def newcomer_dies(job: ControlPlane, on: str = "node2") -> None:
+    """Role 1 starts on a spare, and its worker crashes; another one is idle there."""
     job.wait(0.1)
-    start(job, 1, on="node2")
-    job["node2"].say(job["node2"].crash(1))
-    job["node2"].idle += 1
-    job["node2"].beat()
+    start(job, 1, on)
+    job[on].say(job[on].crash(1))
+    job[on].idle += 1
+    job[on].beat()
+
+
+def test_newcomers_that_died_count_for_the_node_that_they_were_to_relieve() -> None:
+    job = ControlPlane(nodes=2, spares=2)
+    job.all_step(1)
+    drain(job, "node1")
+    for _ in range(ATTEMPTS - 1):
+        newcomer_dies(job)
+    lose(job, "node1")
+    job.all_report()
+    job.all_step(2)
+    assert job.controller.cluster.places[1] == "node2"
+    drain(job, "node2")
+    newcomer_dies(job, on="node3")
+    job.wait(0.1)
+    assert [each.more["node"] for each in job.records_of("not_drained")] == ["node1"]
+    assert job.controller.cluster.draining == ["node2"]
 
 
 def test_newcomers_that_die_are_tried_again_and_then_the_node_stays() -> None:

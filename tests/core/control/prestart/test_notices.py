@@ -139,6 +139,14 @@ def test_sigterm_to_a_node_drains_it() -> None:
     assert answers(job, "node1") == [Drain(wanted=True)]
 
 
+def test_sigterm_is_news_once_however_often_it_is_said() -> None:
+    job = training()
+    job["node1"].say(Leaving())
+    job["node1"].greet()
+    job["node1"].say(Leaving())
+    assert len(job.records_of("leaving")) == 1
+
+
 @pytest.mark.parametrize("spares", [0, 1])
 def test_sigterm_to_a_node_that_cannot_be_drained_is_answered(spares: int) -> None:
     job = training(spares=spares)
