@@ -30,10 +30,14 @@ to do; it emits its effects in order (`emitter`). What only knows one subject, s
 delivery, has no emitter: it returns effects to the part that asks.
 
 What is known stands in the room `cluster`: of the job in `cluster.state`, of a node in `cluster.node`, of
-what roles hold in `cluster.catalogue` and `cluster.versions`, of how far they are in `cluster.progress` and
-`cluster.completion`. `protection` knows whether the script wants any, `plan_delivery` what nodes are sent of
-a plan; `period` says how often a version is protected, `samples` keeps the ledger of samples. `shell`, with
-`relays`, `pulse_listener` and `hooks`, is all input and output.
+what a role's state consists of in `cluster.catalogue`, of its versions in `cluster.versions`, of the script
+in `cluster.script`, of failures without progress in `cluster.setbacks`, of how far roles are in
+`cluster.progress` and `cluster.completion`. What one kind of decision alone reads stands beside that: what a
+node holds (`decide.inventory`), replica groups (`decide.groups`), the records of start-up (`decide.records`),
+readable checkpoints (`decide.durable_names`), failures (`liveness.strikes`). `protection` knows whether the
+script wants any, `plan_delivery` what nodes are sent of a plan; `period` says how often a version is
+protected, `samples` keeps the ledger of samples. `shell`, with `relays`, `pulse_listener` and `hooks`, is all
+input and output, but for the lease (`lead`) and the page (`observe.page`).
 
 One failure, followed through the code: a node says that a worker has died (`WorkerFailures.on_worker_lost`),
 its role is lost (`RecoveryCoordinator.fail`), and the epoch ends (`end_epoch`): all are told to leave it.
@@ -45,6 +49,9 @@ and that a step was done (`Reports.on_progress`). What does not help in place cl
 All ends of a job lead through `RecoveryCoordinator.end_job`: all scripts are done (`script_ends`), no rung of
 the ladder is left, the policy says so, or somebody wants it (`termination`). Unless scripts are done, what is
 in memory is saved before (`final_save`).
+
+Words are those of `docs/glossary.md`. `INV-7 (ends)` in a comment is an invariant that the simulator checks
+(`tests/simulation/invariants.py`), and that this line upholds.
 
 To be read in this order: `events`, `phases`, `machine`, `recovery`, `decisions`, `cluster.state`, the parts
 above, then the rooms: `decide` (which version, who plays what), `liveness` (who is lost, slow, or hangs: it

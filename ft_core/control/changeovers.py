@@ -87,9 +87,9 @@ class Changeovers:
         if recovery.progress.all_stepped:
             self._begin_if_due()
             if not recovery.completion.released and isinstance(recovery.phase, Running):
-                kept_by_all = cluster.departing
+                before = cluster.departing
                 effects = recovery.draining.tick(cluster, recovery.prestart, now)
-                if cluster.departing != kept_by_all:
+                if cluster.departing != before:  # all hear of it first: the effects ask whether they have
                     recovery.tell_of_nodes()
                 self._out.emit(*effects)
                 if shrinks:

@@ -2,7 +2,7 @@
 
 Each role's agent says the checksums of its newest versions, and lets no version be overwritten before
 it hears that the next one was alike everywhere (`Verified`). So what comes before a difference is there, on
-all nodes, and nothing newer is gone on from (`ClusterState.verified`). What a difference means is said by
+all nodes, and nothing newer is gone on from (`Versions.verified`). What a difference means is said by
 `decide.comparison`.
 """
 

@@ -18,7 +18,8 @@ class Emitter:
     def __init__(self, cluster: ClusterState, recorded: Mapping[str, Epoch]) -> None:
         """`recorded`: of events that come once an epoch, by name, the newest epoch that has them."""
         self.now = self.wall = 0.0
-        """When the event came: in seconds for which this process was awake, and in all seconds."""
+        """When the event came: in seconds for which this process was awake, and in all seconds. All limits
+        are in the former: what it missed as it was stopped or held up is nobody else's fault."""
         self.effects: list[Emitted] = []
         self._cluster = cluster
         self._recorded = dict(recorded)

@@ -80,7 +80,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Tick:
-    """Some time has passed: at least every 0.05 s of the time in which this process was awake."""
+    """Some time has passed: 0.05 to 0.1 s of that in which this process was awake (`AwakeClock`)."""
 
 
 @dataclass(frozen=True)

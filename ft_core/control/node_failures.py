@@ -108,7 +108,7 @@ class NodeFailures:
         if broken is not None and not replaced:
             # What they hold would be lost, or they would come back to the same link.
             one, other = broken.ends
-            self._detector.is_still_broken(f"{one} and {other} did not reach each other", now)
+            self._detector.look_again(f"{one} and {other} did not reach each other", now)
             what = (
                 f"nodes {one} and {other} do not reach each other, and neither can be replaced: no other "
                 "node could take over, or it holds what nobody else does"

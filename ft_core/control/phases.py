@@ -127,7 +127,7 @@ TRANSITIONS: Transitions[Phase] = {
         Done: "it cannot go on, or is told to end",
     },
     Running: {
-        Quiescing: "the epoch ends: a failure, or roles that move, return or begin anew",
+        Quiescing: "a failure; or roles move, leave, return, begin anew, or have other settings",
         Rebuilding: "a node has begun a newer plan, which is another controller's",
         Done: "all roles have finished, no restart could help, or it is told to end",
     },

@@ -47,12 +47,10 @@ from ft_core.protocol.goodput import Cause
 
 log = logging.getLogger(__name__)
 
-# All limits, here and in the other modules, are in time that the controller's process was awake: what it
-# missed by being stopped or held up is nobody else's fault.
-
 
 class RecoveryCoordinator:
-    """Takes the job from one epoch to the next, and owns what the parts of the machine know of it."""
+    """Takes the job from one epoch to the next, and owns what the parts share: all that an epoch's beginning
+    or end concerns."""
 
     def __init__(self, cluster: ClusterState, out: Emitter, ids: Callable[[], str], settled: float) -> None:
         """`ids`: makes texts that nobody else has. `settled`: the time, as of events, before which an older

@@ -138,7 +138,7 @@ class Reports:
         out.record_once(due.event, **due.fields)
         if due.event == "resumed":
             cluster.stepped_epoch = out.recorded_in("resumed")
-            cluster.catalogue.packed(), cluster.groups.value()  # while nobody waits for it
+            cluster.catalogue.packed(), cluster.groups.value()  # for the next plan, while nobody waits for it
             if cluster.script.resumes and not out.recorded_in("resumes"):
                 reason = "should the script have to be started again, it has checkpoints of its own"
                 out.record_once("resumes", reason)

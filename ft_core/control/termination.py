@@ -27,9 +27,11 @@ class Termination:
         self._to_dismiss: set[NodeName] = set()
         """Nodes that were told to end and that nobody needs, which have yet to hear that they may."""
         self._left: list[tuple[NodeName, float]] = []
-        """Nodes of which all workers have ended of it, and when they have said so."""
+        """Nodes that have said so a moment ago, and when: this process may read its signal after that
+        (`SIGNAL_LAG`)."""
         self._gone: set[NodeName] = set()
-        """Nodes whose workers have ended of it; what they hold is there until they hear that they may end."""
+        """Nodes whose workers have ended of it, as the job's end was wanted: what they hold is there until
+        they hear that they may end."""
         self._ends: tuple[float, str] | None = None
         """When the job ends at the latest, and what is said then; None: no node's workers have ended."""
         self._joined_at = 0.0
@@ -84,8 +86,8 @@ class Termination:
                 self._node_left(name)
 
     def let_go(self) -> None:
-        """Where those who are left have to recover first, nodes without workers are in the way. What is left
-        is the business of the next controller."""
+        """Where those who are left have to recover first, nodes without workers are in the way: they are told
+        to end, and the others recover without them."""
         if not self._gone or not isinstance(self._recovery.phase, Quiescing | Waiting):
             return
         for name in sorted(self._gone):

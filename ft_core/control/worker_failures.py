@@ -55,7 +55,7 @@ class WorkerFailures:
             recovery.escalate(EscalationCause(why, (role,), fault=lost.fault, node=node.name))
         elif lost.code > 0 and on_its_own:
             self._script_failed(lost, where, node.name)
-        elif why := strikes.ends(lost, cluster.versions.trained, same_again):
+        elif why := strikes.not_in_place(lost, cluster.versions.trained, same_again):
             self._script_failed(lost, f"{where}; {why}", node.name)
         elif cluster.settings.max_restarts and cluster.strikes.alike(lost):
             self._script_failed(lost, f"{where}; its start has failed of the same before", node.name)

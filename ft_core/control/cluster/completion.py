@@ -58,12 +58,12 @@ class Completion:
 
     def passed(self, roles: Collection[int], epoch: int, parts: list[int]) -> list[int]:
         """The parts that all of `roles` have behind them (with which version), if that is news; else none.
-        `parts`: those that are known."""
+        Notes whether that was the last part (`released`). `parts`: those that are known."""
         if len(self.at_end(epoch, len(parts))) < len(roles):
             return []
-        left = set(roles) - self.finished
-        done = [self.completed[role] for role in left & self.at_end(epoch, len(parts))]
-        if not done or len(done) < len(left):
+        others = set(roles) - self.finished
+        done = [self.completed[role] for role in others & self.at_end(epoch, len(parts))]
+        if not done or len(done) < len(others):
             return []
         self.released = all(end.last for end in done)
         # Of several at once, what the earlier ones ended with is not known: no more than the last.

@@ -51,7 +51,8 @@ class Node:
     waiting: int
     """Workers that wait for a role, as it has said last."""
     applied_plan: str
-    """The plan that it had begun when it was heard last."""
+    """The plan that it has begun, by its newest word, be that a report or a heartbeat: `holdings.begun` is
+    that of its newest report, `greeted_with` that of its greeting."""
     messages_before_plan: list[Message]
     """What was said before it could be understood."""
     beats: Mapping[int, RoleBeat] = field(default_factory=dict)

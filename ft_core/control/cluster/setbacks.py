@@ -14,10 +14,13 @@ class Setbacks:
     attempts_without_progress: int = 0
     """Failures since a step was done that is newer than `progress_mark`."""
     progress_mark: int = 0
+    """The newest version when something failed last; 0 once the job has started over, so that its steps count
+    again."""
     escalation_level: int = 0
     """How far the ladder was climbed since there was progress, see `control.decide.ladder`."""
     furthest_step: int = 0
-    """The newest version that was ever reached when something failed: what is newer is progress."""
+    """The newest version that was ever there when something failed: a step beyond it lets the ladder begin
+    anew."""
 
     def note_progress(self, newest: int) -> None:
         """Something has failed: was there a step since that nobody had done before? `newest`: the newest

@@ -1,4 +1,5 @@
-"""What is known of the job and its nodes: the controller's soft state, all of which it was told by agents."""
+"""What is known of the job and its nodes: the controller's soft state. Agents have told it, but for what a
+predecessor's notes say (`Emitter.recorded_in`)."""
 
 from __future__ import annotations
 
@@ -51,9 +52,11 @@ class ClusterState:
     strikes: Strikes = field(init=False)
     """What has failed where."""
     epoch: int = 0
+    """The newest epoch. While the job is `Running` it is the plan's; once that has ended it is the number of
+    the next one, which has no plan yet, and what is said of the former is refused."""
     plan: Plan | None = None
-    """The newest plan that was begun. Which nodes there are is kept up to date in it; nothing else of it
-    changes."""
+    """The newest plan, since it was made or taken over. Which nodes there are is kept up to date in it;
+    nothing else of it changes."""
     stepped_epoch: int = 0
     """The newest epoch in which all roles have finished a step, as far as it is written down."""
     every: int = 1

@@ -45,7 +45,8 @@ class Groups:
         self.redundancy = Redundancy.SHARDED
         self.membership = Membership(0)
         self.withdrawn: set[int] = set()
-        """Roles whose workers are being ended, so that they can fill the holes of another group."""
+        """Roles that are not in the next epoch, and whose workers are ended: so that they can fill the holes
+        of another group, as their node goes, or as they came back too late."""
 
     def register(self, role: int, group: ReplicaGroup) -> None:
         """A role says which group it belongs to."""

@@ -46,10 +46,14 @@ def decide(
     escalation: Escalation | None = None,
     faulted: Mapping[str, int] | None = None,
 ) -> Outcome:
-    """`starting`: places of newcomers that are ready, of replica groups that come back or of roles that move.
-    `avoided`: nodes that are used only where there is no other. `clears`: there will be more idle workers.
-    `escalation`: why roles begin anew, if they do. `faulted`: nodes, and how many of their devices are used
-    only where there is no other."""
+    """What follows the epoch that has ended, once all have reported: the next one, what it has to wait for,
+    or that nothing helps.
+
+    `starting`: places of newcomers that are ready, of replica groups that come back or of roles that move.
+    `durable`: the checkpoints that nodes can read. `standby_overdue`: the node of a worker that has crashed
+    has had its time to bring up another. `avoided`: nodes that are used only where there is no other.
+    `clears`: there will be more idle workers. `escalation`: why roles begin anew, if they do. `faulted`:
+    nodes, and how many of their devices are used only where there is no other."""
     withdrawn = cluster.groups.withdrawn
     places = cluster.places
     if withdrawn:

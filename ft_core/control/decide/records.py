@@ -36,10 +36,6 @@ class Records:
         """Roles that have something on record."""
         return self._of.keys()
 
-    def get(self, role: Role) -> Counts | None:
-        """What a role has on record."""
-        return self._of.get(role)
-
     def say(self, role: Role, counts: Counts) -> None:
         """Set what a role has on record; nothing, if it has no worker."""
         before = self._of.get(role, {})

@@ -76,7 +76,7 @@ class FailureDetector:
         self.doubting |= set(names)
         self.links.suspect(now, training=True)
 
-    def is_still_broken(self, link: str, now: float) -> None:
+    def look_again(self, link: str, now: float) -> None:
         """What was found cannot be mended now: find out anew whether it is still so."""
         self.broke = self.broke or link
         self.links.again(now)

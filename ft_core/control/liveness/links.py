@@ -49,7 +49,7 @@ class Links:
         self._broken: set[Pair] = set()
         """Pairs of nodes that did not reach each other in this round."""
         self._always: set[Pair] = set()
-        """Pairs of nodes that did not reach each other in any round before this one."""
+        """Pairs of nodes that have failed to reach each other in every round before this one."""
 
     def suspect(self, now: float, training: bool) -> None:
         """Somebody has seen connections break. `training`: steps may go on all the same."""

@@ -73,7 +73,7 @@ class Finding(NamedTuple):
 
 
 class Over(NamedTuple):
-    """A role that was slow is not any more; `reason` says why."""
+    """A role that was slow is not any more, and `why`."""
 
     finding: Finding
     why: str

@@ -1,4 +1,4 @@
-"""What has failed where, and of what: what is tried once more, what counts against a node, what ends the job.
+"""What has failed where, and of what: what is tried once more in place, and what counts against a node.
 
 Pure. A failure is a *strike*. It is kept for a while, and by the controller's successors, since the agents
 keep it too (`KeepStrikes`). Whatever is decided by counting failures is decided here.
@@ -21,7 +21,8 @@ from ft_core.protocol.domains import place
 from ft_core.protocol.messages import DEVICE_FAULTS, FailureRecord, Fault, Suspect, WorkerLost
 
 TRIES = 8
-"""Recoveries in a row without a step that nobody had done before, after which the job ends."""
+"""Recoveries in a row without a step that nobody had done before, after which the next rung of the ladder is
+tried."""
 _KEPT = 256
 """Strikes that are kept at most, the newest."""
 
@@ -34,11 +35,11 @@ class Retry(Enum):
     """Whether a role is tried again whose worker has failed."""
 
     NEVER = auto()
-    """The job ends."""
+    """Not in place: the next rung of the ladder is tried."""
     ONCE = auto()
-    """The job ends if the same comes again in the same step."""
+    """In place, unless the same comes again in the same step."""
     YES = auto()
-    """The role is tried again, up to `TRIES` recoveries without progress."""
+    """In place, up to `TRIES` recoveries without progress."""
 
 
 class Counts(Enum):
@@ -289,8 +290,9 @@ def _record(
     return FailureRecord(place(node), device, role, pid, step, fault, signature="", age=0.0)
 
 
-def ends(lost: WorkerLost, trained: bool, same_again: bool) -> str:
-    """Why this failure ends the job, if it does. `trained`: all have done a step."""
+def not_in_place(lost: WorkerLost, trained: bool, same_again: bool) -> str:
+    """Why to go on in place does not help against this failure; empty: it may. `trained`: all have done a
+    step."""
     retry = RULES[lost.fault][0]
     if retry is Retry.NEVER:
         return _NOT_AGAIN[lost.fault]

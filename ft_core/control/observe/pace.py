@@ -8,7 +8,7 @@ from statistics import median
 LEAST = 60.0
 """Seconds without a step that are never too many."""
 STEPS, TIMES = 20, 3
-"""How many usual steps' time, and how many times the longest between two, are not."""
+"""A time without a step is usual up to so many steps' time, and so many times the longest between two."""
 _USUAL, _LONGEST = 64, 4096
 """How many of the newest steps are remembered for the one and for the other."""
 

@@ -56,7 +56,7 @@ class PrestartAttempt:
     counts: dict[int, Counts] = field(default_factory=dict)
     """What the roles that take part have on record of start-up."""
     orders: dict[str, Prepare] = field(default_factory=dict)
-    """What the nodes were told that bring roles back."""
+    """What the nodes were told on which roles start."""
     ready: dict[int, Counts] = field(default_factory=dict)
     """Roles that wait for their state, with what they have on record."""
     _on: dict[str, list[int]] = field(init=False)
@@ -70,7 +70,7 @@ class PrestartAttempt:
         return len(self.ready) == len(self.places)
 
     def on(self, node: str) -> list[int]:
-        """The roles that are to come back on this node."""
+        """The roles that start on this node."""
         return self._on.get(node, [])
 
 
@@ -175,8 +175,8 @@ class Prestart:
         return []
 
     def records(self, roles: Places) -> list[tuple[int, Counts]]:
-        """What the roles have on record that are ready, and with which, there, an epoch with `roles` begins:
-        what they have replayed was done by others, whose workers may be lost since."""
+        """What newcomers that are ready have on record, of those with which an epoch with `roles` begins just
+        there. They have replayed it: those who did it may be lost since."""
         attempt, there = self.attempt, self.places()
         if attempt is None or not attempt.complete:
             return []
@@ -239,7 +239,7 @@ class Prestart:
         return self.attempt.on(node) if self.attempt is not None else []
 
     def fail(self, cluster: ClusterState, reason: str) -> list[Effect]:
-        """A worker or node of those who start is lost: nobody else notices."""
+        """Give the attempt up, for this reason: nobody else notices."""
         if self.attempt is None:
             return []
         if self.attempt.leaves:
@@ -270,7 +270,7 @@ class Prestart:
         return any(name in nodes and nodes[name].idle < count for name, count in self._emptied.items())
 
     def give_up(self, cluster: ClusterState, places: Places) -> list[Effect]:
-        """End the workers that play these roles; others take their places."""
+        """Have roles that came back with this epoch leave again: an attempt that has failed."""
         self._failed(cluster, places)
         return _withdraw(cluster, places)
 

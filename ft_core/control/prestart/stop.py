@@ -37,6 +37,8 @@ class Stop:
     held: bool = False
     """Whether some role has stopped."""
     no_later_than: float = 0.0
+    """When all are asked again, or interrupted, as long as no role has stopped; after that, when those that
+    have not have missed the request."""
     asked: int = 0
     """How often all were asked."""
     epoch: int = 0

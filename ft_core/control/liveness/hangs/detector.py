@@ -120,6 +120,7 @@ class Detector:
         self._bytes: dict[int, int] = {}
         """Bytes that each role had read and written by the last reading."""
         self._said: tuple[object, ...] = ()
+        """What was reported last, so that it is reported once."""
         self._suspects: tuple[int, ...] = ()
         """Roles without whom nothing moves just now."""
         self._excuses: dict[tuple[int, ...], float] = {}
@@ -131,9 +132,10 @@ class Detector:
         self._longest: dict[For, float] = {}
         """How long such waits have taken that ended by themselves."""
         self._unusual: dict[Operation, None] = {}
-        """Operations of this epoch in which others have waited for them, and ..."""
+        """Operations of this epoch that took long as a role waited for data, storage, a compiler or a
+        process: their time says nothing of what is usual."""
         self._long_step = -1
-        """... the step that took long for it."""
+        """The step that took long for that; -1: none."""
         self._blamed: dict[int, int] = {}
         """Roles that were taken for hung in this epoch, and in which step."""
         self._replaced: dict[int, int] = {}

@@ -124,10 +124,6 @@ class Flight:
             and self._newest.get((operation.group, operation.pair), -1) >= operation.number
         )
 
-    def newest(self, operation: Operation) -> int:
-        """The number of the last one of that series that it has entered; -1: none."""
-        return self._newest.get((operation.group, operation.pair), -1)
-
     @property
     def idle(self) -> float:
         """Seconds since it began or ended an operation; 0 if it has never."""
