@@ -30,13 +30,12 @@ from ft_core.control.liveness import strikes
 from ft_core.control.observe import explain
 from ft_core.control.observe.observations import TimeGoes
 from ft_core.control.phases import Forming, Quiescing, Saving, Waiting
+from ft_core.control.prestart.attempts import STANDBY_GRACE
 from ft_core.control.recovery import RecoveryCoordinator
 from ft_core.protocol.goodput import Cause
 
 log = logging.getLogger(__name__)
 
-STANDBY_GRACE = 20.0
-"""Seconds that a healthy node has to bring up a standby before a crashed worker's role moves elsewhere."""
 SPARES_COME = 10.0
 """Seconds without a new node after which a job that is not to begin with sick ones has too few others."""
 _ROUNDS = 16

@@ -152,6 +152,7 @@ FAILED_ONCE = {
     -3642916864: "the oracle missed that an end of a broken link came back before it heard so",
     2983776956: "the oracle had not as many nodes come as were about to go",
     2468623280: "what a node was to write at the end was lost with its connection, and waited for",
+    83060748: "scripts that were to go on from a durable checkpoint went on without, and without their own",
 }
 """Seeds of schedules that have failed: what was wrong, and the mutation that makes it wrong again."""
 

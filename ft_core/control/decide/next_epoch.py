@@ -245,6 +245,10 @@ def _choose(
         if (found := _durable(cluster, nodes, durable)) is None:
             return ListCheckpoints(nodes)
         choice = choose(durable=found, newest=newest)
+        script = cluster.script
+        if choice.origin == "initial" and script.started_from[1] == "durable" and script.resumes:
+            # Scripts that were to go on from it have left out what they would have loaded by themselves.
+            raise Unrecoverable(_all_are_damaged(cluster))
     sources = dict(choice.sources)
     for role in adopted:  # without what its adopter has anyway
         sources[role] = {s: where for s, where in sources[role].items() if s in known[role]}

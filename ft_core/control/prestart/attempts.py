@@ -31,6 +31,8 @@ from ft_core.protocol.messages import (
 
 log = logging.getLogger(__name__)
 
+STANDBY_GRACE = 20.0
+"""Seconds that a healthy node has to bring up another standby, before it is gone on without."""
 ATTEMPTS = 3
 """Starts of a group in a row that may fail before the job goes on without it until a node joins."""
 PAUSE, LONGEST_PAUSE = 5.0, 600.0

@@ -20,7 +20,7 @@ from ft_core.control.decide.groups import Places
 from ft_core.control.decide.role_placement import PlacementCapacity
 from ft_core.control.events import Close, Effect, Peer, Record, Send
 from ft_core.control.observe import explain
-from ft_core.control.prestart.attempts import ATTEMPTS, Prestart
+from ft_core.control.prestart.attempts import ATTEMPTS, STANDBY_GRACE, Prestart
 from ft_core.protocol.domains import place
 from ft_core.protocol.messages import (
     Denied,
@@ -60,6 +60,8 @@ class Draining:
         self._number = 0
         self._deadlines: dict[NodeName, float] = {}
         """When nodes are gone that are drained since they are about to go."""
+        self._room_by = math.inf
+        """Until when it is waited for standbys in the places of newcomers that have died."""
 
     # -- who is drained ----------------------------------------------------------------------------
 
@@ -175,11 +177,15 @@ class Draining:
         places = _elsewhere(cluster, cluster.roles_by_node[name], now)
         if places is None:
             time_left = self._deadlines.get(name, math.inf) - now
-            if prestart.clears(cluster) or (cluster.checking() and time_left > CHECK):
+            self._room_by = min(self._room_by, now + STANDBY_GRACE)
+            soon = prestart.clears(cluster) and now < self._room_by
+            if soon or (cluster.checking() and time_left > CHECK):
                 return []
+            self._room_by = math.inf
             if self._deadlines.get(name, math.inf) < math.inf and can_shrink(cluster, name):
                 return prestart.leave(cluster, name, now)
             return self._give_up(cluster, prestart, name, _no_room(cluster, len(cluster.roles_by_node[name])))
+        self._room_by = math.inf
         return prestart.begin(cluster, places, now, leaves=name)
 
     def _give_up(self, cluster: ClusterState, prestart: Prestart, name: NodeName, why: str) -> list[Effect]:
@@ -197,7 +203,7 @@ class Draining:
 
     def epoch_begins(self, cluster: ClusterState) -> None:
         """Each may have what others go on from."""
-        self._going, cluster.departing = None, ""
+        self._going, self._room_by, cluster.departing = None, math.inf, ""
 
     def _let_go(self, cluster: ClusterState, now: float) -> list[Effect]:
         """Let the first end that has no role. Who calls this tells all of `ClusterState.departing` before it

@@ -12,7 +12,7 @@ import pytest
 from core.simulated_agent import Memory
 from msgspec.structs import replace
 
-from ft_core.control import decisions, succession
+from ft_core.control import succession
 from ft_core.control.cluster.completion import INTERVAL
 from ft_core.control.events import (
     Admitted,
@@ -35,7 +35,7 @@ from ft_core.control.events import (
 from ft_core.control.liveness import suspicion
 from ft_core.control.machine import Controller
 from ft_core.control.phases import Forming
-from ft_core.control.prestart.attempts import PAUSE
+from ft_core.control.prestart.attempts import PAUSE, STANDBY_GRACE
 from ft_core.leadership.lease import first_epoch
 from ft_core.node.memory.holdings import changed, copies_held
 from ft_core.process import sigterm
@@ -980,7 +980,7 @@ def test_a_worker_dies_on_a_node_without_a_standby() -> None:
             job["node0"].say(Idle(idle=1))
             assert job.records_of("decided")[1].more["moved"] == {0: "node0"}
         else:
-            job.wait(decisions.STANDBY_GRACE - 1)
+            job.wait(STANDBY_GRACE - 1)
             assert job.phase == "waiting"
             job.wait(2)
             assert job.records_of("decided")[1].more["moved"] == {0: "node2"}
@@ -1864,7 +1864,7 @@ def test_that_workers_are_missing_is_said_where_all_nodes_are_there() -> None:
     job["node0"].say(job["node0"].crash(0))
     job.all_report()
     assert job.phase == "waiting" and not job.records_of("waiting")
-    job.wait(decisions.STANDBY_GRACE + 1)
+    job.wait(STANDBY_GRACE + 1)
     [record] = job.records_of("waiting")
     assert record.reason.startswith("no worker for roles [0] (lost nodes: none)")
 

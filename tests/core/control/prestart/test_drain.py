@@ -9,7 +9,7 @@ from core.control.test_controller_machine import Agent, ControlPlane, lose, sent
 
 from ft_core.control import succession
 from ft_core.control.events import Effect, Received
-from ft_core.control.prestart.attempts import ATTEMPTS
+from ft_core.control.prestart.attempts import ATTEMPTS, STANDBY_GRACE
 from ft_core.control.prestart.stop import ASK_AGAIN
 from ft_core.protocol.messages import (
     AskRows,
@@ -345,6 +345,21 @@ def newcomer_dies(job: ControlPlane, on: str = "node2") -> None:
     job[on].say(job[on].crash(1))
     job[on].idle += 1
     job[on].beat()
+
+
+def test_a_node_stays_where_nobody_comes_in_the_place_of_a_newcomer_that_died() -> None:
+    job = ControlPlane(nodes=2, spares=1)
+    job.all_step(1)
+    drain(job, "node1")
+    job.wait(0.1)
+    start(job, 1, on="node2")
+    job["node2"].idle = 0
+    job["node2"].beat()
+    job["node2"].say(job["node2"].crash(1))
+    job.wait(STANDBY_GRACE - 1)
+    assert job.controller.cluster.draining == ["node1"], "another standby may be on its way"
+    job.wait(2)
+    assert "other nodes have workers for 0" in job.records_of("not_drained")[0].reason
 
 
 def test_newcomers_that_died_count_for_the_node_that_they_were_to_relieve() -> None:
