@@ -142,7 +142,7 @@ class Errors:
             node.name
             for node in spare
             if self._against(_machine(node.name), 2 * _SLACK) == 0
-            and _machine(node.name) not in self.sick_from_the_start | self.job.slow.taken_out
+            and _machine(node.name) not in self.sick | self.sick_from_the_start | self.job.slow.taken_out
         ]
         lost = Counter(before[role] for role in moved if role in before)
         for role, name in moved.items():

@@ -956,7 +956,8 @@ class SimJob:
             self.arbiter.down = False
         for node in self.live():
             node.healed()
-        goes = self.drained | {node.name for node in self.live() if node.leaving or node.machine.draining}
+        going = (node for node in self.live() if node.leaving or node.noticed or node.machine.draining)
+        goes = self.drained | {node.name for node in going}
         stay = [node for node in self.live() if node.name not in goes]
         if self.shape.brief:  # in the place of each: a job that has yet to begin waits long for others
             for rank in set(range(self.shape.nodes)) - {node.rank for node in stay}:

@@ -153,6 +153,8 @@ FAILED_ONCE = {
     2983776956: "the oracle had not as many nodes come as were about to go",
     2468623280: "what a node was to write at the end was lost with its connection, and waited for",
     83060748: "scripts that were to go on from a durable checkpoint went on without, and without their own",
+    1588565358: "the oracle took a node with a broken device for one that may be used before others",
+    3853797084: "the oracle had as many nodes come as there were, though one was about to go",
 }
 """Seeds of schedules that have failed: what was wrong, and the mutation that makes it wrong again."""
 
