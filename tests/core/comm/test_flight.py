@@ -552,6 +552,13 @@ def test_people_see_one_line_for_each_operation() -> None:
     assert (record["kind"], record["peer"], record["number"]) == ("send", 1, 0)
 
 
+def test_each_dtype_of_torch_can_be_recorded() -> None:
+    known = {
+        str(each).removeprefix("torch.") for each in vars(torch).values() if isinstance(each, torch.dtype)
+    }
+    assert known and known <= set(DTYPES)
+
+
 @pytest.mark.parametrize("module", ["ft_core.cli.ctl", "ft_core.node.__main__"])
 def test_who_has_no_use_for_torch_does_not_wait_for_it(module: str) -> None:
     """It takes seconds to import, and what `ftctl` asks of a job is answered at once; an agent's workers

@@ -21,7 +21,7 @@ _EXIT = {"x86_64": 60, "aarch64": 93}
 
 
 def main(socket: str, secret: bytes, job_dir: str, number: int, device: int, command: Any, *_: Any) -> None:
-    """In place of `worker.entry.main`. `command.target`: how many bytes, or `ALONE`."""
+    """In place of `node.workers.entry.main`. `command.target`: how many bytes, or `ALONE`."""
     channel = Channel.connect(socket, secret, m.TO_WORKER, 60)
     channel.settimeout(None)
     shell = WorkerShell(channel, secret, Path(job_dir), number)
