@@ -38,8 +38,10 @@ def choose(cluster: ClusterState) -> LastVersion | None:
 
 
 def _writers(cluster: ClusterState) -> Places:
-    """Each role's own node if it lives, else the one that has most of it, and least to write."""
-    nodes = cluster.nodes
+    """Each role's own node if it can, else the one that has most of it, and least to write. Who has not begun
+    the newest plan writes nothing: it does not know who has what."""
+    begun = {n: node for n, node in cluster.nodes.items() if node.holdings.begun == cluster.plan_id}
+    nodes = begun or cluster.nodes
     places = {role: node for role, node in cluster.places.items() if node in nodes}
     homeless = [role for role in cluster.places if role not in places]
     near = cluster.catalogue.copies(nodes.values(), homeless)

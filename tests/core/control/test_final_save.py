@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from core.control.test_controller_machine import ControlPlane, lose, restart, tell
+from msgspec.structs import replace
 
 from ft_core.control.events import End, LauncherGone
 from ft_core.protocol import messages as m
@@ -74,6 +75,23 @@ def test_a_node_with_another_connection_is_told_once_more() -> None:
     written(job)
     lists(job, NAME.format(2, job.controller.cluster.epoch))
     assert job.done == End(3)
+
+
+def test_who_has_not_begun_the_newest_plan_writes_nothing() -> None:
+    """Found by the simulator: it came back just then, and refused. What it has others fetch from it."""
+    job = begun()
+    job.all_step(2)
+    job["node0"].replicas = {job.segment(1): [2]}
+    assert job["node1"].plan is not None
+    job["node1"].plan = replace(job["node1"].plan, id="0-00")
+    pid = job["node0"].workers.pop(0)
+    about = {"exit": "exit code 3", "code": 3, "fault": m.Fault.REFUSED, "step": 2}
+    job["node0"].say(m.WorkerLost(role=0, pid=pid, **about))
+    job.all_report()
+    lists(job, NAME.format(1, 1))
+    assert {name: (order.roles, order.version) for name, order in orders(job).items()} == {
+        "node0": ([0, 1], 2)
+    }
 
 
 def test_each_node_writes_what_it_has_and_it_counts_once_all_see_it_whole() -> None:
