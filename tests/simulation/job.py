@@ -250,6 +250,8 @@ class SimJob:
         """Nodes without which the job has gone on."""
         self._begun_with = 0
         """The version that the scripts have begun with last."""
+        self._all_told = False
+        """Whether all whom the controller knew were told to end when it began to end the job."""
         self._ailed: set[str] = set()
         """Those of which that is no wonder."""
         self.drained: set[str] = set()
@@ -457,6 +459,9 @@ class SimJob:
         self.slow.record(controller, event)
         if event.event == "joined":
             self._joined[event.more["node"]] = self.world.now
+        if event.event == "stopping":  # who comes after that finds a job that ends
+            known = controller.machine.cluster.nodes
+            self._all_told = self._all_are_told([node for node in self.live() if node.name in known])
         if event.event == "controller_restarted":
             self._look(controller)
         said = event.event == "starting_over" or "it is damaged" in event.reason
@@ -791,6 +796,10 @@ class SimJob:
         """Whether its scripts bring settings with which no step can be done."""
         return self.shape.brings in ("different", "impossible")
 
+    def _all_are_told(self, there: list[SimNode]) -> bool:
+        """Whether all of these were told to end, or cannot say that they were not."""
+        return all(node.leaving or node.stopped or node.name in self._out for node in there)
+
     def _excused(self, reason: str) -> bool:
         """Whether the job may end for that, or all roles begin anew, though copies cover what was lost."""
         if self._hopeless or self._at_odds:
@@ -800,8 +809,7 @@ class SimJob:
         storage = self.storage
         # All that the controller sees were told to end; others are lost, as they are stopped, or cut off.
         if "told to end (SIGTERM)" in reason:
-            there = self.live()
-            return self.shape.brief or all(n.leaving or n.stopped or n.name in self._out for n in there)
+            return self.shape.brief or self._all_told or self._all_are_told(self.live())
         if "no step was done yet" in reason:
             return self.training.newest <= self._begun_with
         if "cannot be read" in reason:

@@ -156,6 +156,7 @@ FAILED_ONCE = {
     1588565358: "the oracle took a node with a broken device for one that may be used before others",
     3853797084: "the oracle had as many nodes come as there were, though one was about to go",
     80420794: "a node that had not begun the newest plan was to write at the end, and refused; another could",
+    2362083965: "the oracle held that nodes that came to a job that ended already could have gone on with it",
 }
 """Seeds of schedules that have failed: what was wrong, and the mutation that makes it wrong again."""
 
