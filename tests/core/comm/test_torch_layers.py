@@ -129,7 +129,8 @@ def run(module: str, words: list[str], variables: dict[str, str]) -> tuple[int, 
 
 
 def told(output: str) -> set[str]:
-    return set(re.findall(r"step \d+ loss [\d.]+$|rank \d ends with \w+", output, re.M))
+    """What the ranks have printed: two at once may do so on one line, as under `torchrun`."""
+    return set(re.findall(r"step \d+ loss \d+\.\d+|rank \d ends with [0-9a-f]{64}", output))
 
 
 @cache
