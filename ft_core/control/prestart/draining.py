@@ -61,7 +61,7 @@ class Draining:
         self._deadlines: dict[NodeName, float] = {}
         """When nodes are gone that are drained since they are about to go."""
         self._room_by = math.inf
-        """Until when it is waited for standbys in the places of newcomers that have died."""
+        """The time until which standbys are waited for, in the places of newcomers that have died."""
 
     # -- who is drained ----------------------------------------------------------------------------
 
