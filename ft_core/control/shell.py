@@ -180,8 +180,8 @@ class Shell:
                 sigterm.ignore()
                 if code is not None:
                     await self._see_off()
-        finally:
-            tasks.cancel()
+        finally:  # and who leads next, maybe here, finds the port free
+            await asyncio.gather(*tasks.cancel(), return_exceptions=True)
             if http is not None:
                 http.close()
         if code is None:

@@ -543,7 +543,8 @@ class NodeShell:
         if pid is not None and log_dir is not None:
             target = self.job_dir / "hangs" / f"role-{order.role}-{pid}.txt"
             try:
-                said = await asyncio.wait_for(asyncio.to_thread(stacks.write, pid, log_dir, target), _STACKS)
+                async with asyncio.timeout(_STACKS):
+                    said = await asyncio.to_thread(stacks.write, pid, log_dir, target)
             except TimeoutError:
                 said = f"where it is cannot be written to {target} within {_STACKS:g} s"
             log.warning("node %s: role %d, worker %d: %s", self.node, order.role, pid, said)

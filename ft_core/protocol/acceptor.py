@@ -343,7 +343,8 @@ async def _something(loop: asyncio.AbstractEventLoop, porch: _Porch) -> None:
     loop.add_reader(porch.fileno(), happens.set)
     try:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(happens.wait(), porch.patience)
+            async with asyncio.timeout(porch.patience):
+                await happens.wait()
     finally:
         loop.remove_reader(porch.fileno())
 

@@ -64,7 +64,8 @@ async def _next(renewer: LeaseRenewer) -> Granted | Over | None:
     """News, once there are some; None if `ftrun` is gone."""
     while not parent.gone():
         try:
-            news = await asyncio.wait_for(renewer.news.get(), _LOOK)
+            async with asyncio.timeout(_LOOK):
+                news = await renewer.news.get()
         except TimeoutError:
             continue
         if isinstance(news, Exception):

@@ -44,7 +44,8 @@ class LeaderWatcher:
     async def next(self) -> None:
         """Wait until it has looked once more, or should have."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._looked.wait(), SLACK)
+            async with asyncio.timeout(SLACK):
+                await self._looked.wait()
 
     async def counts(self) -> bool:
         """Whether what the connection's controller says counts, once that is clear. False: hang up."""

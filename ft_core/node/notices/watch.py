@@ -60,7 +60,8 @@ class Watch:
         for watched in self._watched:
             if watched.notices:
                 try:
-                    await asyncio.wait_for(watched.source.agree(), 2 * LIMIT)
+                    async with asyncio.timeout(2 * LIMIT):
+                        await watched.source.agree()
                 except (OSError, ValueError) as error:
                     log.warning("node %s: %s was not told: %s", self._node, watched.name, error)
 
