@@ -114,6 +114,8 @@ class Startup:
         """Called before this role tells its peers something that no record answers."""
         self.gives: Callable[[list[torch.Tensor]], None] = lambda tensors: None
         """Called with what it tells them."""
+        self.repeats: Callable[[], None] = lambda: None
+        """Called before this role takes the result of what its worker before this one had issued as well."""
         self._comms = comms
         self._first: int | None = None
         """The step that the record begins with."""
@@ -336,6 +338,10 @@ class Startup:
         self.tells()
         if tensors:
             self.gives(tensors)
+
+    def follows(self) -> None:
+        """What this role does now was done before by a worker that is gone."""
+        self.repeats()
 
     def record(self, epoch: int, series: Series, entry: Entry) -> bool:
         """Count the operation as completed, unless `epoch` is over: then its peers may not have."""

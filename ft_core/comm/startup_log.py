@@ -41,6 +41,7 @@ _OVERHEAD = 256
 _OWN_RESULT = ("reduce_scatter", "scatter", "alltoall")
 """A scatter among these is a large one: a small one goes out as `startup_works.Scatter`."""
 _AT_ROOT = ("gather", "reduce")
+_OF_ALL = ("allreduce", "allgather", "barrier")
 
 
 class StartupLog:
@@ -250,6 +251,11 @@ class Call:
     def replayable(self) -> bool:
         """Whether a peer's log can stand for this operation."""
         return self.kind not in _OWN_RESULT and not (self.kind in _AT_ROOT and self.is_root)
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether nobody has its result before all have come to it."""
+        return self.kind in _OF_ALL
 
     def save(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Copies of the inputs that executing it may overwrite, each with its original."""

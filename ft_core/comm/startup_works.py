@@ -42,6 +42,9 @@ class Startup(Protocol):
     def speaks(self, tensors: list[torch.Tensor]) -> None:
         """This role is about to tell its peers something, these tensors among it."""
 
+    def follows(self) -> None:
+        """What this role does now was done before by a worker that is gone."""
+
     def check_any_source(self, whole: Series) -> None:
         """Raises ReplayMismatch where a peer's record has a message that is next here."""
 
@@ -80,6 +83,8 @@ class Operation(ABC):
         if self._epoch >= 0:
             self._take_back()
         self._entry = self._peers_entry(epoch)
+        if self._entry is not None and self._epoch < 0 and self._needs_this_role:
+            self._startup.follows()
         if self._entry is None:
             self._startup.speaks(self._given())
             self.work = self._issue(epoch)
@@ -140,6 +145,11 @@ class Operation(ABC):
     def _where(self) -> str:
         return self._startup.where(self.series, self._startup.number(self))
 
+    @property
+    @abstractmethod
+    def _needs_this_role(self) -> bool:
+        """Whether no peer has completed it unless this role had issued it."""
+
     @abstractmethod
     def _given(self) -> list[torch.Tensor]:
         """What it tells peers."""
@@ -163,6 +173,10 @@ class Collective(Operation):
         super().__init__(startup, series, issue, call.signature)
         self.results, self._saved = call.results, call.save()
         self._call, self._leniency = call, (lenient, weights)
+
+    @property
+    def _needs_this_role(self) -> bool:
+        return self._call.needs_all or self._call.is_root
 
     def _given(self) -> list[torch.Tensor]:
         call = self._call
@@ -230,6 +244,10 @@ class PointToPoint(Operation):
         self.results, self._receives = tensors, source is not None
         self.source = -1 if source is None else source
 
+    @property
+    def _needs_this_role(self) -> bool:
+        return not self._receives  # others have received it
+
     def _given(self) -> list[torch.Tensor]:
         return [] if self._receives else self.results
 
@@ -266,6 +284,10 @@ class AnySource(Operation):
         self.series = self._until_then
         self._startup.check_any_source(self._whole)
         return None
+
+    @property
+    def _needs_this_role(self) -> bool:
+        return False
 
     def _given(self) -> list[torch.Tensor]:
         return []

@@ -76,7 +76,16 @@ class Overlay:
             calls.settle()
             with calls.real():
                 forget(calls.tree)
+            calls.tree.notes_removals = True
             calls.completing = lambda: complete(calls.tree)
+
+    def was_done(self) -> None:
+        """The script has come to where its predecessor has been, and what it has done until there was done: the
+        others' files may be there by now, too."""
+        calls = self._calls
+        if calls is not None and calls.completing is not None and not calls.gave_away:
+            with calls.real():
+                forget(calls.tree)
 
     def complete(self) -> None:
         """The script makes another call that is no pass, or tells others something: what it has done since is

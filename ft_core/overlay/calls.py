@@ -105,6 +105,11 @@ class FileCalls:
             setattr(owner, name, before)
         self._put.clear()
 
+    @property
+    def gave_away(self) -> bool:
+        """Whether something of what the script did was, or is, done by a thread of its own."""
+        return bool(self._given)
+
     def settle(self) -> None:
         """What the script has given to threads of its own is done before files are real."""
         if not self._given.done():

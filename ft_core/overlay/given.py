@@ -58,6 +58,10 @@ class Given:
         if not thread.daemon:
             self._threads.add(thread)
 
+    def __bool__(self) -> bool:
+        """Whether there was any, since all of it was done."""
+        return bool(self._futures or self._threads or self._queues)
+
     def done(self) -> bool:
         """Wait for all of it, for a while. Returns whether what comes to an end has."""
         till = time.monotonic() + _PATIENCE

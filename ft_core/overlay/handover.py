@@ -5,12 +5,16 @@ was lost has left off. It had written the same, as far as its buffers had been f
 of the step that is done again.
 
 What the script does between the last step that it passes and its next pass may have been done before, or not,
-or in part. It is done in the layer, and what of it is missing then is done for real (`complete`).
+or in part. It is done in the layer, and what of it is missing then is done for real (`complete`). Others may
+have written to the same directories meanwhile: what the script has not seen stays, what it has removed is
+removed if it is still what was there then, and not if the script has written something later on that is there,
+or moves what is not there any more: then it had been removed before, and what is there now has come since.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import filecmp
 import gc
@@ -21,7 +25,7 @@ import shutil
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ft_core.overlay.tree import CannotPass, Dir, File, Gone, Link, Tree
+from ft_core.overlay.tree import CannotPass, Dir, File, Gone, Identity, Link, Tree, identity
 
 _LOOKED_AT = 16 << 20
 """Bytes at the end of a file that was appended to, in which what the newcomer wrote is looked for."""
@@ -114,9 +118,13 @@ def complete(tree: Tree) -> None:
     are open."""
     held = _held(tree.upper)
     entries = {n: e for n, e in tree.entries().items() if not (isinstance(e, File) and e.at in held)}
+    written = [n for n, e in entries.items() if isinstance(e, File) and e.upper and _is_there(n, e)]
+    known = max([tree.done_before, *map(tree.number, written)])
     for name, entry in entries.items():  # what was moved, before where it was is cleared
         if isinstance(entry, Dir):
-            _have_directory(name, set(tree.names(name)))
+            if not os.path.isdir(name) or os.path.islink(name):
+                _remove(name)
+                os.mkdir(name)
         elif isinstance(entry, File):
             _have_file(
                 name, entry, any(isinstance(entries.get(above), Gone) for above in _and_above(entry.at))
@@ -124,9 +132,11 @@ def complete(tree: Tree) -> None:
         elif isinstance(entry, Link) and not (os.path.islink(name) and os.readlink(name) == entry.target):
             _remove(name)
             os.symlink(entry.target, name)
-    for name, entry in entries.items():
-        if isinstance(entry, Gone):
-            _remove(name)
+    for removal in tree.removals:
+        if removal.number > known:
+            for name, before in removal.real.items():
+                if not tree.kind(name):
+                    _remove_if(name, before)
     tree.keep_only(held)
 
 
@@ -136,19 +146,15 @@ def _and_above(name: str) -> Iterator[str]:
         name = os.path.dirname(name)
 
 
-def _have_directory(name: str, seen: set[str]) -> None:
-    if not os.path.isdir(name) or os.path.islink(name):
-        _remove(name)
-        os.mkdir(name)
-    for other in set(os.listdir(name)) - seen:
-        _remove(os.path.join(name, other))
+def _is_there(name: str, file: File) -> bool:
+    return os.path.isfile(name) and filecmp.cmp(file.at, name, shallow=False)
 
 
 def _have_file(name: str, file: File, moved: bool) -> None:
     """`moved`: from where its content is to be."""
     if not os.path.exists(file.at):  # a real one, that was moved there before
         return
-    if os.path.isfile(name) and filecmp.cmp(file.at, name, shallow=False):
+    if _is_there(name, file):
         return
     if not file.upper and moved:
         os.replace(file.at, name)
@@ -179,6 +185,16 @@ def _starts_alike(one: str, other: str, size: int) -> bool:
                 return False
             size -= len(part)
     return True
+
+
+def _remove_if(name: str, before: Identity) -> None:
+    """Unless it is something else by now, or has something in it."""
+    try:
+        if identity(name) == before:
+            os.rmdir(name) if os.path.isdir(name) and not os.path.islink(name) else os.unlink(name)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST):
+            raise
 
 
 def _remove(name: str) -> None:

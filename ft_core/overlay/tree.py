@@ -22,7 +22,7 @@ import shutil
 import stat
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,20 @@ class Gone:
     """A whiteout: what is below is not seen."""
 
 
+Identity = tuple[int, ...]
+"""What tells a real file from another one, or from itself once it is changed; a directory from another one."""
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What the script has removed, or moved away."""
+
+    number: int
+    """Its place among all changes in the layer."""
+    real: dict[str, Identity]
+    """What was there, by name; what is below comes first."""
+
+
 Entry = File | Link | Dir | Gone
 
 
@@ -103,6 +117,15 @@ class Tree:
         """Directories that are there below, and that the script has made on its way."""
         self.opened: dict[int, str] = {}
         """Descriptors that it was given -> the file in the layer. Some may be closed."""
+        self.notes_removals = False
+        """Whether what is removed may be there since, or no more."""
+        self.removals: list[Removal] = []
+        """Of what is real."""
+        self.done_before = 0
+        """How many of all changes in the layer had been done before, as what was moved then tells."""
+        self._changes = 0
+        self._numbers: dict[str, int] = {}
+        """Name -> the place of its entry's last change among all."""
         self._linked = False
         """Whether a path may lead through a link that is in the layer alone."""
         self._made = 0
@@ -268,6 +291,7 @@ class Tree:
         """The file in the layer, to be written to."""
         if isinstance(found, File) and found.upper:
             found.base = -1 if flags & os.O_TRUNC else found.base
+            self._set(name, found)
             return found
         file = found if isinstance(found, File) else File(name, False)
         below, file.at, file.upper, file.base = file.at, self._new(name), True, -1
@@ -350,6 +374,7 @@ class Tree:
                 raise _error(errno.ENOTDIR if directory else errno.EISDIR, path)
             if directory and self.names(name):
                 raise _error(errno.ENOTEMPTY, path)
+            self._note_removal(name, lambda name: {name: identity(name)})  # what was in it went before
             self._drop(name)
             return True
 
@@ -361,6 +386,7 @@ class Tree:
             old = self.canonical(source, False, src_dir_fd)
             new = self.canonical(target, False, dst_dir_fd)
             if not (kind := self.kind(old)) and self.passing:
+                self.done_before = self._changes
                 return True
             self._parent(new, target)
             if not kind:
@@ -384,11 +410,12 @@ class Tree:
                 raise CannotPass(f"it moves {old} to {new}, which is not watched")
             moved = dict(self._moved(old, new, real))
             if self.kind(new):
-                self._drop(new)
+                self._drop(new)  # a directory that is there was moved there before
             if real:
                 shutil.rmtree(old) if kind == stat.S_IFDIR else _unlink(old)
                 self._owned.discard(old)
             else:
+                self._note_removal(old, _identities)
                 self._drop(old, keep=True)
             for name, entry in moved.items():
                 self._set(name, entry)
@@ -498,6 +525,8 @@ class Tree:
 
     def _set(self, name: str, entry: Entry) -> None:
         self._entries[name] = entry
+        self._changes += 1
+        self._numbers[name] = self._changes
         self._names[os.path.dirname(name)].add(os.path.basename(name))
 
     def _drop(self, name: str, keep: bool = False) -> None:
@@ -509,10 +538,17 @@ class Tree:
         if not self._hidden(name) and os.path.lexists(name):
             self._set(name, Gone())
 
+    def _note_removal(self, name: str, look: Callable[[str], dict[str, Identity]]) -> None:
+        """Of what is real there, before it is hidden."""
+        if self.notes_removals and not self._hidden(name) and os.path.lexists(name):
+            self._changes += 1
+            self.removals.append(Removal(self._changes, look(name)))
+
     def _forget(self, name: str, keep: bool) -> None:
         for child in list(self._names.get(name, ())):
             self._forget(_join(name, child), keep)
         entry = self._entries.pop(name, None)
+        self._numbers.pop(name, None)
         above = os.path.dirname(name)
         self._names[above].discard(os.path.basename(name))
         if not self._names[above]:
@@ -526,12 +562,17 @@ class Tree:
         """By canonical name, what is above comes first."""
         return dict(sorted(self._entries.items()))
 
+    def number(self, name: str) -> int:
+        """The place, among all changes in the layer, of the last one of the entry for a canonical name."""
+        return self._numbers[name]
+
     def keep_only(self, contents: set[str]) -> None:
         """Forget all entries but the files with these contents."""
         self._made_again.clear()
+        self.removals.clear()
         for name, entry in list(self._entries.items()):
             if not (isinstance(entry, File) and entry.at in contents) and name in self._entries:
-                del self._entries[name]
+                del self._entries[name], self._numbers[name]
         self._names.clear()
         for name in self._entries:
             self._names[os.path.dirname(name)].add(os.path.basename(name))
@@ -539,6 +580,22 @@ class Tree:
     def files(self) -> dict[str, File]:
         """Those that have content in the layer."""
         return {name: e for name, e in self._entries.items() if isinstance(e, File) and e.upper}
+
+
+def _identities(name: str) -> dict[str, Identity]:
+    """Of what is there and below."""
+    found = {}
+    if stat.S_ISDIR(_lstat(name).st_mode):
+        for below in _listdir(name):
+            found |= _identities(_join(name, below))
+    return found | {name: identity(name)}
+
+
+def identity(name: str) -> Identity:
+    """Of the file or directory there, no link followed. Raises OSError."""
+    found = _lstat(name)
+    about = (found.st_dev, found.st_ino, stat.S_IFMT(found.st_mode))
+    return about if stat.S_ISDIR(found.st_mode) else (*about, found.st_size, found.st_mtime_ns)
 
 
 def _join(directory: str, name: str) -> str:

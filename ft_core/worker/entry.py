@@ -154,6 +154,7 @@ def _play(
         # The agent's directory, which goes with it: nothing of another machine's is there.
         session.overlay.begin(job_dir, Path(get_temp_dir()), session.in_place.cannot_pass)
         session.comms.startup.tells = session.overlay.complete
+        session.comms.startup.repeats = session.overlay.was_done
     tracking.install(session, logs, partial(played, job_dir / "logs", role, None))
     timeline.mark("script")
     process = os.getpid()

@@ -540,6 +540,8 @@ def start_up(worker: Any, stop: Any, then: Any) -> dict[str, Any]:
     dist.init_process_group("gloo")
     role, world = worker.role, worker.world
     out: dict[str, Any] = {}
+    repeated: set[int] = set()
+    worker.comms.startup.repeats = lambda: repeated.add(len(out))
     stop_here(worker, stop, 0)
     dist.barrier()
     pair = next(g for g in [dist.new_group([0, 1]), dist.new_group([2, 3])] if not isinstance(g, int))
@@ -584,6 +586,7 @@ def start_up(worker: Any, stop: Any, then: Any) -> dict[str, Any]:
     parameters = torch.full((1 << 19,), float(role))
     dist.broadcast(parameters, src=0)
     dist.barrier()
+    out["repeated"] = sorted(repeated)
     worker.begin_training()
     while True:
         try:

@@ -273,6 +273,89 @@ def test_what_may_have_been_done_before_is_done_once(tmp_path: Path, done: int) 
     }
 
 
+_CHECKPOINT = {
+    "begun anew": (
+        'if rank == 0: shutil.rmtree("best", ignore_errors=True); os.makedirs("best")',
+        'open(f"best/rank{rank}", "w").write(content)',
+    ),
+    "moved as a whole": (
+        'os.makedirs("tmp", exist_ok=True); open(f"tmp/rank{rank}", "w").write(content)',
+        'if rank == 0: os.rename("tmp", "new")',
+    ),
+    "moved over an old one": (
+        'os.makedirs("tmp", exist_ok=True); open(f"tmp/rank{rank}", "w").write(content)',
+        'if rank == 0: shutil.rmtree("best"); os.rename("tmp", "best")',
+    ),
+    "one more, and the oldest goes": (
+        'if rank == 0 and len(os.listdir("kept")) > 2: shutil.rmtree(f"kept/{min(os.listdir(\'kept\'))}")',
+        'os.makedirs("kept/4", exist_ok=True); open(f"kept/4/rank{rank}", "w").write(content)',
+    ),
+}
+
+
+@pytest.mark.parametrize("barrier", ["on record", "made"])
+@pytest.mark.parametrize("way", _CHECKPOINT)
+def test_a_checkpoint_that_all_have_written_stays_as_it_is(way: str, barrier: str, tmp_path: Path) -> None:
+    """Two ranks write it between two steps, then the first one dies. Where the `barrier` between is not on
+    record, what it has written tells that it had been further."""
+    if barrier == "made" and way == "moved over an old one":
+        pytest.skip("the others would have waited for it there: then nothing was done")
+    for name in ("best", *(f"kept/{number}" for number in range(1, 4))):
+        (tmp_path / name).mkdir(parents=True)
+        for rank in range(2):
+            (tmp_path / name / f"rank{rank}").write_text("old")
+    before, after = _CHECKPOINT[way]
+    done = "import os, shutil\n" + "".join(
+        f"for rank in range(2):\n    content = str(rank)\n    {part}\n" for part in (before, after)
+    )
+    subprocess.run([sys.executable, "-c", done], cwd=tmp_path, check=True)
+    expected = picture(tmp_path)
+    again = f"""
+        import shutil
+        begin()
+        overlay.passes()
+        overlay.arrives()
+        rank, content = 0, "0"
+        {before}
+        {"overlay.was_done()" if barrier == "on record" else ""}
+        {after}
+        overlay.end()
+        """
+    run(tmp_path, again)
+    assert picture(tmp_path) == expected
+
+
+def test_what_others_write_meanwhile_stays(tmp_path: Path) -> None:
+    """The newcomer is the first one to come to a step that all do then."""
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best/old").write_text("old")
+    (tmp_path / "best/changed").write_text("old")
+    run(
+        tmp_path,
+        """
+        import shutil
+        begin()
+        overlay.passes()
+        overlay.arrives()
+        os.makedirs("new", exist_ok=True), open("new/mine", "w").write("mine")
+        shutil.rmtree("best"), os.mkdir("best"), open("best/mine", "w").write("mine")
+        with overlay.real():
+            os.makedirs("new", exist_ok=True)
+            for name in ("new/theirs", "best/theirs", "best/changed"):
+                open(name, "w").write("theirs")
+        overlay.end()
+        """,
+    )
+    found = {name: content.decode() for name, (*_, content) in picture(tmp_path).items() if content}
+    assert found == {
+        "best/mine": "mine",
+        "best/theirs": "theirs",
+        "best/changed": "theirs",
+        "new/mine": "mine",
+        "new/theirs": "theirs",
+    }
+
+
 def test_a_line_is_not_added_again_where_the_other_was_a_step_further(tmp_path: Path) -> None:
     """The other's line of the step that is done again is behind it."""
     (tmp_path / "rows").write_text("step 1\nstep 2\nstep 3\n")
