@@ -6,9 +6,9 @@ of the step that is done again.
 
 What the script does between the last step that it passes and its next pass may have been done before, or not,
 or in part. It is done in the layer, and what of it is missing then is done for real (`complete`). Others may
-have written to the same directories meanwhile: what the script has not seen stays, what it has removed is
-removed if it is still what was there then, and not if the script has written something later on that is there,
-or moves what is not there any more: then it had been removed before, and what is there now has come since.
+have written to the same directories meanwhile: what the script has not seen stays. What it has removed is
+removed if it is still what was there then; but not if the script has later written something that is there,
+or moved what is not there any more: then it had been removed before, and what is there now has come since.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class Gone:
 
 
 Identity = tuple[int, ...]
-"""What tells a real file from another one, or from itself once it is changed; a directory from another one."""
+"""What tells a real file from another, or from itself once it is changed; a directory from another."""
 
 
 @dataclass(frozen=True)
@@ -584,7 +584,7 @@ class Tree:
 
 def _identities(name: str) -> dict[str, Identity]:
     """Of what is there and below."""
-    found = {}
+    found: dict[str, Identity] = {}
     if stat.S_ISDIR(_lstat(name).st_mode):
         for below in _listdir(name):
             found |= _identities(_join(name, below))

@@ -40,8 +40,8 @@ def test_a_newcomer_replays_the_start_up(lost: int) -> None:
         job.next_epoch([lost])
         results = job.results()
     check(results, 2)
-    # By how many results it had: what others have of it tells that its predecessor had come so far. What it was
-    # sent by broadcast does not.
+    # By how many results it had: what others have of it tells that its predecessor had come so far; but what
+    # they have sent it by broadcast does not.
     sends = [1] if lost == 1 else []
     assert results[lost]["repeated"] == [0, *sends, 2, 4, 5, 6, 7]
     assert results[0]["repeated"] == []
