@@ -80,8 +80,8 @@ class Overlay:
             calls.completing = lambda: complete(calls.tree)
 
     def was_done(self) -> None:
-        """The script has come to where its predecessor has been: what it has done until there was done, and by
-        now the others' files may be there, too."""
+        """The script has come to where its predecessor has been: what it has done until there was done, and
+        the others' files may be there by now."""
         calls = self._calls
         if calls is not None and calls.completing is not None and not calls.gave_away:
             with calls.real():

@@ -109,7 +109,11 @@ def _overlap(written: bytes, real: bytes) -> int:
 
 
 def forget(tree: Tree) -> None:
-    """What was done in steps that are done; of files that are open the content stays."""
+    """What was done in steps that are done; of files that are open the content stays, and of directories that
+    are the newcomer's own what was made in them: nobody else has made those."""
+    for name, entry in tree.entries().items():
+        if isinstance(entry, Dir) and tree.is_own(name):
+            os.makedirs(name, exist_ok=True)
     tree.keep_only(_held(tree.upper))
 
 

@@ -8,7 +8,8 @@ what is removed is hidden by a whiteout.
 In start-up (`passing` is False) a file or directory that nobody has made yet is made for real, and is the
 newcomer's own from then on: caches that are cold, and names by the clock. What is there already is changed in
 the layer alone. Once steps are passed over, what is there is what was made in them: to make it, or to remove
-what is gone, succeeds as it did the first time.
+what is gone, succeeds as it did the first time. What the script writes meanwhile is not what it would have
+written in those steps, and stays in the layer even in directories of the newcomer's own.
 
 A layer that needs no privilege: file systems mounted in a name space of the newcomer's would be the kernel's
 own, and are forbidden in most containers.
@@ -112,7 +113,9 @@ class Tree:
         self._names: defaultdict[str, set[str]] = defaultdict(set)
         """Directory -> names that have an entry in it."""
         self._owned: set[str] = set()
-        """What this process has made for real."""
+        """What this process has made for real in start-up."""
+        self._temporary: set[str] = set()
+        """What it has made under names that nobody else has."""
         self._made_again: set[str] = set()
         """Directories that are there below, and that the script has made on its way."""
         self.opened: dict[int, str] = {}
@@ -189,11 +192,11 @@ class Tree:
         """Whether this layer leaves a canonical name alone."""
         if path.startswith(self._untouched):
             return True
-        while self._owned and path != "/":
-            if path in self._owned:
-                return True
-            path = os.path.dirname(path)
-        return False
+        return _is_within(path, self._temporary) or (not self.passing and _is_within(path, self._owned))
+
+    def is_own(self, path: str) -> bool:
+        """Whether this process has made it for real, or what it is in."""
+        return _is_within(path, self._owned)
 
     def covers(self, path: str) -> bool:
         """Whether at a canonical name, or right below, something else is seen than is real."""
@@ -337,7 +340,7 @@ class Tree:
     def own(self, path: PathLike) -> None:
         """It was made for real, and is nobody else's."""
         with self.lock:
-            self._owned.add(os.path.realpath(os.fsdecode(path)))
+            self._temporary.add(os.path.realpath(os.fsdecode(path)))
 
     def mkdir(self, path: PathLike, dir_fd: int | None = None) -> bool:
         """Do as `os.mkdir` does. False, here and below: it is to be done for real."""
@@ -362,8 +365,8 @@ class Tree:
         """Do as `os.unlink` or `os.rmdir` does."""
         with self.lock:
             name = self.canonical(path, False, dir_fd)
-            if self.is_real(name):
-                self._owned.discard(name)
+            if self.is_real(name) or (self.is_own(name) and not self.covers(name)):
+                self._disown(name)
                 return False
             kind = self.kind(name)
             if not kind and self.passing:
@@ -395,7 +398,7 @@ class Tree:
                 raise _error(errno.ENOTEMPTY, source, target)
             real = self.is_real(old)
             if real and (self.is_real(new) or (not self.kind(new) and self._begins(new))):
-                self._owned.discard(old)
+                self._disown(old)
                 return False
             if old == new or (self.find(old) is not None and self.find(old) is self._entries.get(new)):
                 return True  # two names of one file stay, as POSIX has it
@@ -413,7 +416,7 @@ class Tree:
                 self._drop(new)  # a directory that is there was moved there before
             if real:
                 shutil.rmtree(old) if kind == stat.S_IFDIR else _unlink(old)
-                self._owned.discard(old)
+                self._disown(old)
             else:
                 self._note_removal(old, _identities)
                 self._drop(old, keep=True)
@@ -495,8 +498,12 @@ class Tree:
 
     def _has_made(self, name: str) -> bool:
         """Whether it is there, and was when the worker that was lost came to this place in the script."""
-        below = self.passing and self.find(name) is None and not self.is_real(name)
+        below = self.passing and self.find(name) is None and not (self.is_real(name) or self.is_own(name))
         return bool(self.kind(name)) and (not below or name in self._made_again)
+
+    def _disown(self, name: str) -> None:
+        self._owned.discard(name)
+        self._temporary.discard(name)
 
     def _parent(self, name: str, path: PathLike) -> None:
         if self.kind(os.path.dirname(name)) != stat.S_IFDIR:
@@ -596,6 +603,15 @@ def identity(name: str) -> Identity:
     found = _lstat(name)
     about = (found.st_dev, found.st_ino, stat.S_IFMT(found.st_mode))
     return about if stat.S_ISDIR(found.st_mode) else (*about, found.st_size, found.st_mtime_ns)
+
+
+def _is_within(path: str, owned: set[str]) -> bool:
+    """Whether it is one of these, or in one."""
+    while owned and path != "/":
+        if path in owned:
+            return True
+        path = os.path.dirname(path)
+    return False
 
 
 def _join(directory: str, name: str) -> str:
