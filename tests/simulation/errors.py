@@ -103,6 +103,8 @@ class Errors:
             if (bug.role, bug.version) == (worker.role, worker.version):
                 if not bug.always:
                     self.bugs.remove(bug)
+                if worker.node.name in self.job.given_up:  # as nobody will hear
+                    return True
                 tries = [at for at in self._tries.get((bug.role, bug.version), ()) if now - at <= window]
                 self._tries[bug.role, bug.version] = [*tries, now]
                 # From memory once more, and then from storage.

@@ -246,7 +246,7 @@ class SimJob:
         """When nodes greeted a controller that had not heard of them."""
         self._linked = 0, ""
         """The epoch that a broken link has begun, and the machine that was replaced."""
-        self._given_up: set[str] = set()
+        self.given_up: set[str] = set()
         """Nodes without which the job has gone on."""
         self._begun_with = 0
         """The version that the scripts have begun with last."""
@@ -732,7 +732,7 @@ class SimJob:
             )
         for node in self.live():
             if node.name in self._out:  # it will be told, once it is back
-                self._given_up.add(node.name)
+                self.given_up.add(node.name)
                 self._ailed |= {node.name} if self.arbiter is not None and self._in_trouble(node) else set()
                 self.memory_lost(node)
         # Or else where checkpoints are has yet to be said to this controller.
@@ -838,7 +838,7 @@ class SimJob:
         if not self._exposed:
             return
         # One that the controller has lost sight of has what it has: it is waited for where that is needed.
-        nodes = [node for node in self.live() if node.name not in self._given_up]
+        nodes = [node for node in self.live() if node.name not in self.given_up]
         roles = {w.role: w for node in nodes for w in node.workers.values() if w.plays and w.alive}
         newest = max(roles.values(), key=lambda w: w.epoch, default=None)
         if newest is None or len({w.epoch for w in roles.values()}) > 1 or not newest.members <= set(roles):
