@@ -103,6 +103,12 @@ class Newcomer:
     def _catches_up(self, until: int, envelope: Any, results: Results) -> None:
         """Version `until`, of which this is the envelope, is where the script is to get."""
         script = self._script
+        as_first = script.began_at == envelope.get("first", script.began_at)
+        if as_first and (read := self._session.overlay.read_since(envelope.get("since", math.inf))):
+            self._session.in_place.cannot_pass(
+                f"it goes by {read}, which it has read at its start, and which was written in training "
+                "(what `engine.load_checkpoint` loads is known)"
+            )
         script.phase = Phase.CATCHING_UP
         self._session.overlay.passes()
         script.made_up.passes(self._state.stepped())

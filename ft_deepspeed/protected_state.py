@@ -62,6 +62,7 @@ class ProtectedState:
             "deal": self._script.deal(),
             "began": self._script.began,
             "first": self._script.first,
+            "since": self._script.since,
             "module": self._script.module.capture(),
             "loop": loop.envelope(self._script.session.version) if loop is not None else None,
             "references": self._script.references.state(),

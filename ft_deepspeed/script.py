@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
 from enum import Enum, auto
 from typing import Any
@@ -52,6 +54,8 @@ class Script:
         """The step after which it made its first call."""
         self.first = 0
         """The same of the first worker of this role whose files this one goes on with."""
+        self.since = math.inf
+        """When that one made its first call, in seconds since 1970."""
         self.whole = True
         """Whether it goes through all steps."""
         self.forwards: list[Forward] = []
@@ -77,7 +81,8 @@ class Script:
         rng.find(scripts(self.engine.module))
         self.module = ModuleState(self.engine.module, inner_optimizer(self.engine))
         self.kept = Kept.capture()
-        self.began_at = self.first = self.engine.global_steps
+        self.began_at, self.since = self.engine.global_steps, time.time()
+        self.first = self.began_at
         self.reached(self.began_at)
 
     def reached(self, step: int) -> None:

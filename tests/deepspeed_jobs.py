@@ -443,6 +443,33 @@ class Phases:
         return variables()
 
 
+@dataclass(frozen=True)
+class Resumes:
+    """Training of a script that resumes from a file of its own."""
+
+    own: Path
+    dp: int = 2
+
+    def __str__(self) -> str:
+        return "resumes"
+
+    @property
+    def world(self) -> int:
+        return self.dp
+
+    @property
+    def script(self) -> Path:
+        return SCRIPTS / "resumes.py"
+
+    def arguments(self, iterations: int, protected: bool) -> list[str]:
+        config = {"train_micro_batch_size_per_gpu": 4, "zero_allow_untested_optimizer": True}
+        path = write_config(str(self), config, protected)
+        return [f"--deepspeed_config={path}", f"--train-iters={iterations}", f"--own={self.own}"]
+
+    def environment(self) -> dict[str, str]:
+        return variables()
+
+
 def variables(*first: Path) -> dict[str, str]:
     """A job's environment, with these folders where Python looks first."""
     path = [*map(str, first), str(PLAIN), environment()["PYTHONPATH"]]

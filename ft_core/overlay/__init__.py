@@ -48,6 +48,11 @@ class Overlay:
         if self._calls is not None:
             self._calls.tree.passing = True
 
+    def read_since(self, time: float) -> str:
+        """A file that was written after `time` and that the script has read in start-up; empty: none."""
+        newest = self._calls.tree.newest_read if self._calls is not None else None
+        return newest[1] if newest is not None and newest[0] > time else ""
+
     @property
     def repeats(self) -> bool:
         """Whether the script does what was done before, or may have been."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import stat
 import threading
@@ -35,6 +36,8 @@ _WRITES = os.O_WRONLY | os.O_RDWR
 _COPIED = 1 << 30
 """Bytes of a file that is copied up, at most. What changes parts of a larger one is not passed over."""
 
+_CACHES = re.compile(r"/\.|cache", re.IGNORECASE)
+"""In names of what anybody may write at any time, and whose content does not depend on when it is read."""
 _LONGEST = 16
 """The most characters of a suffix of a file's name."""
 
@@ -120,6 +123,9 @@ class Tree:
         """Directories that are there below, and that the script has made on its way."""
         self.opened: dict[int, str] = {}
         """Descriptors that it was given -> the file in the layer. Some may be closed."""
+        self.newest_read: tuple[float, str] | None = None
+        """Of the files that were read in start-up, other than caches and what this process has made: when the
+        newest one was written, and its name."""
         self.notes_removals = False
         """Whether what is removed may be there since, or no more."""
         self.removals: list[Removal] = []
@@ -264,6 +270,8 @@ class Tree:
                 if isinstance(found, Gone):
                     raise self._absent(name, path)
                 at = name if found is None else found.at
+                if found is None and not self.passing:
+                    self.has_read(name)
                 if found is None and not self._linked:
                     return None
                 return _open(at, flags & ~(os.O_CREAT | os.O_EXCL))
@@ -289,6 +297,15 @@ class Tree:
             descriptor = _open(file.at, flags & ~(os.O_EXCL | os.O_NOFOLLOW), mode)
             self.opened[descriptor] = file.at
             return descriptor
+
+    def has_read(self, name: str) -> None:
+        """In start-up the script has read a real file, by its canonical name."""
+        try:
+            seen = _stat(name)
+        except OSError:
+            return
+        if stat.S_ISREG(seen.st_mode) and not _CACHES.search(name):
+            self.newest_read = max(self.newest_read or (0.0, ""), (seen.st_mtime, name))
 
     def _raised(self, name: str, found: Entry | None, kind: int, flags: int, path: PathLike) -> File:
         """The file in the layer, to be written to."""

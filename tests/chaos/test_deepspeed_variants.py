@@ -18,6 +18,7 @@ from deepspeed_jobs import (
     Phases,
     Preference,
     Quirks,
+    Resumes,
     Zero,
 )
 from harness import ROOT, Job, Training, check_clean, check_identical, check_survivors, environment, reference
@@ -137,6 +138,21 @@ def test_an_engine_after_another_is_as_safe_as_its_own_checkpoints(tmp_path):
     assert result.recoveries == 2
     [restart], [told] = result.of("begins_anew"), result.of("unprotected")
     assert restart["rung"] == "restart" and "initialize again after step 6" in told["reason"]
+
+
+@pytest.mark.parametrize("step", [2, 7])
+def test_a_script_that_resumes_from_a_file_of_its_own(step: int, tmp_path):
+    """A newcomer that begins from a file that was not there when its predecessor began is not where it would
+    be answered from: all scripts go on from that."""
+    iterations = 10
+    training = Resumes(tmp_path / "own.pt")
+    ftrun = ("--respawn", "--ft-inject", f"1@forward:{step}:worker")
+    with Job(tmp_path / "job", training, iterations, ftrun=ftrun) as job:
+        result = job.finish()
+    check_identical(result, Resumes(tmp_path / "undisturbed.pt"), iterations, again=4)
+    rungs = [event["rung"] for event in result.of("begins_anew")]
+    assert rungs == (["all", "restart"] if step > 4 else [])
+    assert f"it goes by {training.own}" in result.output or not rungs
 
 
 def test_a_second_engine_is_refused_by_name_and_once(tmp_path):
