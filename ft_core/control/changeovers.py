@@ -10,7 +10,7 @@ from ft_core.control.cluster.node import Node
 from ft_core.control.events import Peer
 from ft_core.control.observe.observations import StepDone
 from ft_core.control.period import TRIES, ProtectionPeriod
-from ft_core.control.phases import Running
+from ft_core.control.phases import Quiescing, Running
 from ft_core.control.prestart.notices import Notices
 from ft_core.control.prestart.stop import Stop, release
 from ft_core.control.recovery import RecoveryCoordinator
@@ -66,6 +66,7 @@ class Changeovers:
                 recovery.prestart,
                 self._out.now,
                 why_not=self.objection(),
+                recovers=isinstance(recovery.phase, Quiescing),
                 job_leaves=recovery.leaving,
             )
         )

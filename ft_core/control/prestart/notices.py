@@ -45,6 +45,8 @@ class _Going:
     """When the reason was told last."""
     told: bool = False
     """Whether it has got SIGTERM, and waits for the answer."""
+    held: bool = False
+    """Whether it was told to stay so long, with its workers: others go back to what it holds."""
     drained: bool = False
     """Whether it is being drained."""
     sick: bool = False
@@ -124,10 +126,11 @@ class Notices:
         now: float,
         *,
         why_not: str,
+        recovers: bool,
         job_leaves: bool,
     ) -> list[Effect]:
-        """Drain the nodes that can be drained by now. `why_not`: why no drain can begin at present.
-        `job_leaves`: the whole job was told to end."""
+        """Drain the nodes that can be drained by now. `why_not`: why no drain can begin at present, though it
+        may once the job has recovered (`recovers`). `job_leaves`: the whole job was told to end."""
         effects: list[Effect] = []
         for name, going in sorted(self._going.items(), key=lambda each: each[1].deadline):
             node = cluster.nodes.get(name)
@@ -150,6 +153,10 @@ class Notices:
                     del self._going[name]
             elif name not in cluster.roles_by_node and not (going.told or going.noticed):
                 pass  # it is avoided, and needed if no other is left
+            elif going.told and recovers and now < going.deadline:
+                if not going.held and now >= going.not_before:
+                    going.held = True
+                    effects.append(Send(node.peer, Drain(wanted=True)))
             elif now >= going.not_before:
                 effects += self._begin(cluster, draining, prestart, node, going, why_not, now)
         return effects
