@@ -66,10 +66,19 @@ class Changeovers:
                 recovery.prestart,
                 self._out.now,
                 why_not=self.objection(),
-                recovers=isinstance(recovery.phase, Quiescing),
+                recovers=self._recovers,
                 job_leaves=recovery.leaving,
             )
         )
+
+    @property
+    def _recovers(self) -> bool:
+        """Whether all may have to go back to what one node alone holds: until they have done a step again."""
+        recovery, plan = self._recovery, self._cluster.plan
+        if isinstance(recovery.phase, Running):
+            again = plan is not None and plan.version is not None
+            return again and not (recovery.progress.all_stepped or self.objection())
+        return isinstance(recovery.phase, Quiescing)
 
     def objection(self) -> str:
         """Why no node can be taken out at present; empty, as a rule."""

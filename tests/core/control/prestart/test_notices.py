@@ -9,6 +9,7 @@ from core.control.test_controller_machine import ControlPlane, lose
 from ft_core.control.events import Terminate
 from ft_core.control.prestart.attempts import ATTEMPTS
 from ft_core.control.prestart.notices import AGAIN, OTHERS, SIGTERM
+from ft_core.process.sigterm import GRACE
 from ft_core.protocol.messages import Drain, Leaving, Message, Notice, SendCounts, Shutdown
 
 
@@ -147,14 +148,31 @@ def test_sigterm_is_news_once_however_often_it_is_said() -> None:
     assert len(job.records_of("leaving")) == 1
 
 
-@pytest.mark.parametrize("spares", [0, 1])
-def test_sigterm_to_a_node_that_cannot_be_drained_is_answered(spares: int) -> None:
-    job = training(spares=spares)
-    if spares:
-        lose(job, "node0")  # a recovery
+def test_sigterm_to_a_node_that_cannot_be_drained_is_answered() -> None:
+    job = training(spares=0)
     job["node1"].say(Leaving())
     job.wait(OTHERS + 0.2)
     assert answers(job, "node1") == [Drain(wanted=False)] and not job.records_of("draining")
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+def test_sigterm_to_a_node_in_a_recovery_is_answered_when_that_is_over(recovers: bool) -> None:
+    """What the node holds is needed, and may be nowhere else."""
+    job = training()
+    lose(job, "node0")
+    job["node1"].say(Leaving())
+    job.wait(OTHERS + 0.2)
+    assert answers(job, "node1") == [Drain(wanted=True)] and not job.records_of("draining")
+    if recovers:
+        job.all_report()
+        job.wait(0.2)
+        assert len(job.records_of("decided")) == 2
+        assert answers(job, "node1") == [Drain(wanted=True)], "others do not hold it yet"
+        job.all_step(2)
+        job.wait(0.2)
+    else:  # as the others do not say what they have
+        job.wait(GRACE)
+    assert answers(job, "node1") == [Drain(wanted=True), Drain(wanted=False)]
 
 
 def test_sigterm_to_all_is_answered_at_once_and_nobody_is_drained() -> None:
