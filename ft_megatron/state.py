@@ -345,7 +345,8 @@ def _check_supported(optimizer: Any, parts: list[Any]) -> None:
     if any(isinstance(o, LayerWiseDistributedOptimizer) for o in (optimizer, *parts)):
         raise ConfigError(
             "--ft cannot restore the layer-wise distributed optimizer (--optimizer dist_muon): it "
-            "does not tell who holds which of its state; take --optimizer muon or adam, or leave --ft out"
+            "does not tell who holds which of its state; take --optimizer muon without "
+            "--use-distributed-optimizer, or adam, or leave --ft out"
         )
     for part in parts:
         # Transformer Engine's FusedAdam, with --use-precision-aware-optimizer.

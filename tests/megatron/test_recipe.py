@@ -228,7 +228,7 @@ def fused(dtype):
 _check_supported(None, [fused(torch.float32)])
 for optimizer, part, named in (
     (None, fused(torch.bfloat16), "exp_avg"),
-    (object.__new__(LayerWiseDistributedOptimizer), fused(torch.float32), "dist_muon"),
+    (object.__new__(LayerWiseDistributedOptimizer), fused(torch.float32), "muon without --use-distributed-"),
 ):
     try:
         _check_supported(optimizer, [part])
