@@ -278,6 +278,12 @@ _REFUSED = (
         lambda args: (getattr(args, "moe_router_force_biased", None) or 0) < 0,
     ),
     _refused(
+        "--qk-clip",
+        "with --overlap-param-gather weights are clipped before the next step gathers them, and could not be "
+        "made of the shards; leave one of the two out",
+        lambda args: getattr(args, "qk_clip", False) and getattr(args, "overlap_param_gather", False),
+    ),
+    _refused(
         "--logits-load-dir",
         "its place in the teacher's logits is not restored, so that a step done again would read others; "
         "leave it out",

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ft_core.protocol.groups import GroupId
+from ft_core.state import rng
 from ft_megatron import saves, trackers
 from ft_megatron.data import Loaders
 from ft_megatron.state import MegatronAdapter
@@ -27,6 +28,7 @@ _COUNTERS = (
     "consumed_valid_samples",
     "skipped_train_samples",
     "consumed_train_bins",
+    "iterations_to_skip",  # to which each start of a process adds what it finds in a file
 )
 _RERUN = (
     "current_iteration",
@@ -85,11 +87,13 @@ class Loop:
             "rerun": _attributes(training.get_rerun_state_machine, _RERUN),
             "data": Carried(loaders.mark, loaders.seek),
             "trackers": Carried(trackers.capture, partial(trackers.restore, find_group=find_group)),
+            "stragglers": Carried(lambda: training.stimer._off, self._switch_stragglers),
             "started": Carried(
                 lambda: training._TRAIN_START_TIME, partial(setattr, training, "_TRAIN_START_TIME")
             ),
         }
         self._rerun_mode = training.get_rerun_state_machine().get_mode()
+        self._entered: tuple[dict[str, Any], bool] | None = None
 
     def capture(self) -> dict[str, Any]:
         """What is there at the end of a step, as plain data."""
@@ -103,7 +107,27 @@ class Loop:
             setattr(self, name, saved[name])
         self.result, self.totals = _on(device, saved["result"]), _on(device, saved["totals"])
         for name, carried in self._carried.items():
-            carried.restore(saved[name])
+            if name in saved:  # an earlier release has not written all
+                carried.restore(saved[name])
+
+    def enter(self) -> None:
+        """What the loop does at its top before its first step must not change what a version has."""
+        self._entered = rng.capture(), self._training.stimer._off
+
+    def answer(self) -> None:
+        """The step at which the loop was entered was done before: its end finds what it did then."""
+        assert self._entered is not None
+        states, stragglers_off = self._entered
+        rng.restore(states)
+        self._switch_stragglers(stragglers_off)
+        self._training.stimer.reset()  # a newcomer has measured nothing
+
+    def _switch_stragglers(self, off: bool) -> None:
+        """Megatron's straggler detector reports on all ranks or on none, and may be switched at any time."""
+        detector = self._training.stimer
+        detector._off = off
+        detector.start = detector.null_method if off else detector.start_method
+        detector.stop = detector.null_method if off else detector.stop_method
 
     def reset(self) -> None:
         """Forget an abandoned step, evaluation or save."""
