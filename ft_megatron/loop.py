@@ -30,6 +30,8 @@ _COUNTERS = (
     "consumed_train_bins",
     "iterations_to_skip",  # to which each start of a process adds what it finds in a file
 )
+_LOADED = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
+"""Megatron's arguments that its checkpoint brings, with the iteration and the floating-point operations."""
 _RERUN = (
     "current_iteration",
     "first_iteration_complete",
@@ -60,6 +62,25 @@ def _attributes(owner: Callable[[], Any], names: tuple[str, ...]) -> Carried:
     return Carried(
         lambda: {name: getattr(owner(), name) for name in names if hasattr(owner(), name)}, restore
     )
+
+
+def tell_beginning(training: ModuleType, iteration: int, operations: float, told: bool) -> tuple[int, float]:
+    """The iteration and operations from which the job went on; with the samples of `_LOADED`, also for a
+    newcomer (`told`), who has not read the checkpoint.
+
+    Data sets are made by them. Found once for all ranks, and on record as all that comes before training.
+    """
+    args = training.get_args()
+    own = iteration, operations, *(getattr(args, name) for name in _LOADED)
+    found = torch.tensor(own, dtype=torch.float64, device=torch.cuda.current_device())
+    dist.broadcast(found, 0)
+    if not told:
+        return iteration, operations
+    iteration, operations, *samples = map(int, found.tolist())
+    for name, value in zip(_LOADED, samples, strict=True):
+        setattr(args, name, value)
+    training.update_num_microbatches(consumed_samples=args.consumed_train_samples)
+    return iteration, operations
 
 
 class Loop:

@@ -24,7 +24,7 @@ from ft_core.worker.session import Session
 from ft_megatron import patched, replica_groups, saves
 from ft_megatron.arguments import NOT_ASKED
 from ft_megatron.data import Loaders
-from ft_megatron.loop import Loop, PretrainAdapter
+from ft_megatron.loop import Loop, PretrainAdapter, tell_beginning
 from ft_megatron.optimizer_hooks import hook_optimizer
 from ft_megatron.progress_log import ProgressLog
 from ft_megatron.replica_groups import ReplicaGroups
@@ -85,14 +85,14 @@ class Hooks:
     # -- before training -----------------------------------------------------------------------
 
     def load_checkpoint(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """A newcomer gets its state from memory: it neither reads nor waits, and takes no part."""
+        """A newcomer gets its state from memory: it neither reads nor waits, and takes no part. What it is
+        told is from where the others went on."""
         current = session.current()
         if current is None or not self.enabled() or self._loop is not None:
             return original(*args, **kwargs)
-        if current.joining:
-            return 0, 0
         with current.loading():
-            return original(*args, **kwargs)
+            iteration, operations = (0, 0) if current.joining else original(*args, **kwargs)
+        return tell_beginning(self._training, iteration, operations, told=current.joining)
 
     # -- training ------------------------------------------------------------------------------
 
@@ -119,7 +119,8 @@ class Hooks:
         current.point("startup")
         current.rehearse(adapter, lambda: self._rehearse(forward_step_func, model, optimizer))
         arguments = self._training.get_args()
-        current.begin(self._adapter, arguments.iteration, lambda: None, resumes=bool(arguments.save))
+        version = 0 if current.joining else arguments.iteration
+        current.begin(self._adapter, version, lambda: None, resumes=bool(arguments.save))
 
         def entered() -> Any:
             for name, function in syncs.items():
