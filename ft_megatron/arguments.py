@@ -217,6 +217,8 @@ _SWITCHES = {
     "--defer-embedding-wgrad-compute": "gradients that an abandoned step has put off would be paired with "
     "the next one's; leave it out",
     "--perform-rl-step": "rollouts and their inference engine are not restored; leave it out",
+    "--moe-use-upcycling": "a newcomer would convert the dense model once more, over the checkpoint; convert "
+    "in a job of its own, then train without it",
 }
 """Those that `ftrun` sees, too, before Megatron has read its arguments."""
 _REFUSED = (
@@ -274,5 +276,33 @@ _REFUSED = (
         "--moe-router-force-biased",
         "a bias below 0 is drawn once a process, and a newcomer would draw another; leave it out",
         lambda args: (getattr(args, "moe_router_force_biased", None) or 0) < 0,
+    ),
+    _refused(
+        "--qk-clip",
+        "with --overlap-param-gather weights are clipped before the next step gathers them, and could not be "
+        "made of the shards; leave one of the two out",
+        lambda args: getattr(args, "qk_clip", False) and getattr(args, "overlap_param_gather", False),
+    ),
+    _refused(
+        "--logits-load-dir",
+        "its place in the teacher's logits is not restored, so that a step done again would read others; "
+        "leave it out",
+        _is_on("logits_load_dir"),
+    ),
+    _refused(
+        "--logits-save-dir",
+        "what an abandoned step has gathered would be saved as the next one's; leave it out",
+        _is_on("logits_save_dir"),
+    ),
+    _refused(
+        "--dataloader-save",
+        "what the script's loader says of its place is not asked for; leave it out, a recovery finds the "
+        "place by drawing",
+        _is_on("dataloader_save"),
+    ),
+    _refused(
+        "--moe-routing-trace-path",
+        "who takes a role over begins its trace anew, over what its predecessor has written; leave it out",
+        _is_on("moe_routing_trace_path"),
     ),
 )

@@ -108,6 +108,7 @@ class Loader:
         if self._drawn:
             sampler = getattr(loader, "batch_sampler", None)
             width = getattr(sampler, "micro_batch_times_data_parallel_size", 0)
+            width *= getattr(sampler, "num_micro_batches", 1)  # drawn at once (--hybrid-context-parallel)
             if width:
                 loader = self._build(self._dataset, self._base + self._drawn * width)
             else:  # of the user's own, or one that is always read to its end

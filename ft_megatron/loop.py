@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ft_core.protocol.groups import GroupId
+from ft_core.state import rng
 from ft_megatron import saves, trackers
 from ft_megatron.data import Loaders
 from ft_megatron.state import MegatronAdapter
@@ -27,7 +28,10 @@ _COUNTERS = (
     "consumed_valid_samples",
     "skipped_train_samples",
     "consumed_train_bins",
+    "iterations_to_skip",  # to which each start of a process adds what it finds in a file
 )
+_LOADED = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
+"""Megatron's arguments that its checkpoint brings, with the iteration and the floating-point operations."""
 _RERUN = (
     "current_iteration",
     "first_iteration_complete",
@@ -60,6 +64,25 @@ def _attributes(owner: Callable[[], Any], names: tuple[str, ...]) -> Carried:
     )
 
 
+def tell_beginning(training: ModuleType, iteration: int, operations: float, told: bool) -> tuple[int, float]:
+    """The iteration and operations from which the job went on; with the samples of `_LOADED`, also for a
+    newcomer (`told`), who has not read the checkpoint.
+
+    Data sets are made by them. Found once for all ranks, and on record as all that comes before training.
+    """
+    args = training.get_args()
+    own = iteration, operations, *(getattr(args, name) for name in _LOADED)
+    found = torch.tensor(own, dtype=torch.float64, device=torch.cuda.current_device())
+    dist.broadcast(found, 0)
+    if not told:
+        return iteration, operations
+    iteration, operations, *samples = map(int, found.tolist())
+    for name, value in zip(_LOADED, samples, strict=True):
+        setattr(args, name, value)
+    training.update_num_microbatches(consumed_samples=args.consumed_train_samples)
+    return iteration, operations
+
+
 class Loop:
     """The training loop's own state: what a worker needs to know to enter it where its peers are."""
 
@@ -85,11 +108,13 @@ class Loop:
             "rerun": _attributes(training.get_rerun_state_machine, _RERUN),
             "data": Carried(loaders.mark, loaders.seek),
             "trackers": Carried(trackers.capture, partial(trackers.restore, find_group=find_group)),
+            "stragglers": Carried(lambda: training.stimer._off, self._switch_stragglers),
             "started": Carried(
                 lambda: training._TRAIN_START_TIME, partial(setattr, training, "_TRAIN_START_TIME")
             ),
         }
         self._rerun_mode = training.get_rerun_state_machine().get_mode()
+        self._entered: tuple[dict[str, Any], bool] | None = None
 
     def capture(self) -> dict[str, Any]:
         """What is there at the end of a step, as plain data."""
@@ -103,7 +128,27 @@ class Loop:
             setattr(self, name, saved[name])
         self.result, self.totals = _on(device, saved["result"]), _on(device, saved["totals"])
         for name, carried in self._carried.items():
-            carried.restore(saved[name])
+            if name in saved:  # an earlier release has not written all
+                carried.restore(saved[name])
+
+    def enter(self) -> None:
+        """What the loop does at its top before its first step must not change what a version has."""
+        self._entered = rng.capture(), self._training.stimer._off
+
+    def answer(self) -> None:
+        """The step at which the loop was entered was done before: its end finds what it did then."""
+        assert self._entered is not None
+        states, stragglers_off = self._entered
+        rng.restore(states)
+        self._switch_stragglers(stragglers_off)
+        self._training.stimer.reset()  # a newcomer has measured nothing
+
+    def _switch_stragglers(self, off: bool) -> None:
+        """Megatron's straggler detector reports on all ranks or on none, and may be switched at any time."""
+        detector = self._training.stimer
+        detector._off = off
+        detector.start = detector.null_method if off else detector.start_method
+        detector.stop = detector.null_method if off else detector.stop_method
 
     def reset(self) -> None:
         """Forget an abandoned step, evaluation or save."""

@@ -33,6 +33,9 @@ LENGTHS = declare(
     "what a step has found of packed sequences is known where it was not done",
     optional=True,
 )
+STRAGGLERS = declare(
+    "megatron.core.utils:StragglerDetector.report", "it divides by what was measured, which may be nothing"
+)
 LOADERS = declare(f"{_TRAINING}build_pretraining_data_loader", "loaders can go back to where a step began")
 FINALIZE = declare(f"{_TRAINING}finalize_model_grads", "the commit wait may stand before it")
 PRINT = declare(f"{_TRAINING}print_rank_last", "each iteration is printed once, whoever does it")

@@ -24,7 +24,7 @@ from ft_core.worker.session import Session
 from ft_megatron import patched, replica_groups, saves
 from ft_megatron.arguments import NOT_ASKED
 from ft_megatron.data import Loaders
-from ft_megatron.loop import Loop, PretrainAdapter
+from ft_megatron.loop import Loop, PretrainAdapter, tell_beginning
 from ft_megatron.optimizer_hooks import hook_optimizer
 from ft_megatron.progress_log import ProgressLog
 from ft_megatron.replica_groups import ReplicaGroups
@@ -41,6 +41,7 @@ def install(training: ModuleType) -> None:
     patched.LOADERS.wrap(
         lambda build: hooks.loaders.wrap(build, hooks.enabled, replica_groups.dealt), of=training
     )
+    patched.STRAGGLERS.wrap(functools.partial(functools.partial, hooks.report), of=training.stimer)
     # The loop takes it by this name, after the hooks that depend on the optimizer are known.
     patched.FINALIZE.wrap(
         lambda finalize: lambda *args, **kwargs: hooks.finalize(finalize)(*args, **kwargs), of=training
@@ -74,6 +75,8 @@ class Hooks:
         self._iteration_end = inspect.signature(training.checkpoint_and_decide_exit)
         self._operations = 0
         """Floating-point operations of the iterations before this one."""
+        self._answered = False
+        """Whether this iteration's step was done before."""
 
     def enabled(self) -> bool:
         """Whether the arguments say `--ft`."""
@@ -82,14 +85,14 @@ class Hooks:
     # -- before training -----------------------------------------------------------------------
 
     def load_checkpoint(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """A newcomer gets its state from memory: it neither reads nor waits, and takes no part."""
+        """A newcomer gets its state from memory: it neither reads nor waits, and takes no part. What it is
+        told is from where the others went on."""
         current = session.current()
         if current is None or not self.enabled() or self._loop is not None:
             return original(*args, **kwargs)
-        if current.joining:
-            return 0, 0
         with current.loading():
-            return original(*args, **kwargs)
+            iteration, operations = (0, 0) if current.joining else original(*args, **kwargs)
+        return tell_beginning(self._training, iteration, operations, told=current.joining)
 
     # -- training ------------------------------------------------------------------------------
 
@@ -116,7 +119,8 @@ class Hooks:
         current.point("startup")
         current.rehearse(adapter, lambda: self._rehearse(forward_step_func, model, optimizer))
         arguments = self._training.get_args()
-        current.begin(self._adapter, arguments.iteration, lambda: None, resumes=bool(arguments.save))
+        version = 0 if current.joining else arguments.iteration
+        current.begin(self._adapter, version, lambda: None, resumes=bool(arguments.save))
 
         def entered() -> Any:
             for name, function in syncs.items():
@@ -202,6 +206,7 @@ class Hooks:
             self._log.undo(loop.iteration + (loop.result is not None))  # other groups take part from here on
         self._groups.restart()
         self._answer = loop.result
+        loop.enter()
         self._again, self._entered = self._entered or loop.result is not None, True
         self._totals = dict(loop.totals) if self._again else None
         if self._session.epoch == 1 and loop.result is None:
@@ -215,11 +220,13 @@ class Hooks:
             return original(*args, **kwargs)
         arguments = self._training.get_args()
         if self._answer is not None:
-            answer, self._answer = self._answer, None
+            answer, self._answer, self._answered = self._answer, None, True
+            loop.answer()
             arguments.iteration, arguments.num_floating_point_operations_so_far = loop.first
             self._training.get_rerun_state_machine().current_iteration += 1  # as the step itself has done
             return answer
         assert self._log is not None
+        self._answered = False
         self._log.doubtful, self._postponed = self._log.doubtful - 1, None
         current.check_epoch()
         found = self._train_step.bind(*args, **kwargs)
@@ -241,6 +248,15 @@ class Hooks:
         """Found at the end of the step, on all ranks: who has not done the step has none to bring later."""
         lengths = self._loop.lengths if self._loop is not None else None
         return original() if lengths is None else lengths
+
+    def report(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Who slows the others down: not where there was no step to measure, which would be divided by."""
+        if not self._answered:
+            return original(*args, **kwargs)
+        detector = self._training.stimer
+        detector.reset()
+        detector._check_toggle()
+        return False
 
     def checkpoint_and_decide_exit(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """The end of an iteration: it is told how many operations there were, its own included."""
@@ -305,6 +321,8 @@ class Hooks:
                 self._saved_in = current.epoch
                 found = inspect.signature(original).bind(*args, **kwargs)
                 saves.forget_plans(found.arguments.get("checkpointing_context"))
+                if current.role == 0:
+                    saves.remove_torn(self._training.get_args())
             current.point("save")
             self._saving = True
             try:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import shutil
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -38,6 +40,19 @@ def forget(training: ModuleType) -> bool:
         if (results := getattr(module := sys.modules.get(name), "_results_queue", None)) is not None:
             module._results_queue = results._manager.Queue()  # type: ignore[union-attr]
     return under_way
+
+
+def remove_torn(args: Any) -> None:
+    """Remove what there is of non-persistent checkpoints that were given up. No save may be under way.
+
+    Of these Megatron keeps the newest directory, complete or not, and removes the complete one before it.
+    """
+    if getattr(args, "non_persistent_ckpt_type", None) != "global" or args.ckpt_format != "torch_dist":
+        return
+    directory = args.non_persistent_global_ckpt_dir or Path(args.save) / "non_persistent"
+    for checkpoint in Path(directory).glob("iter_*"):
+        if not (checkpoint / ".metadata").exists():
+            shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def forget_plans(context: dict[str, Any] | None) -> None:

@@ -37,6 +37,12 @@ from ft_megatron.adoption import Shards, can_adopt, remember_parameters
 from ft_megatron.deal import Dealer
 
 Holders = tuple[int, ...]
+_OF_A_STEP = {
+    "current_max_attn_logits",  # (--qk-clip)
+    *("cached_fc1_input", "cached_fc2_input", "cached_fc2_output", "cached_output"),
+    "gate_score",  # with those, of shared experts (--moe-shared-expert-overlap)
+}
+"""Attributes of Megatron's modules that hold something of the step that is under way, or None."""
 
 remember_parameters()
 
@@ -66,6 +72,7 @@ class MegatronAdapter:
         self._gathers_late = bool(model[0].ddp_config.overlap_param_gather)
         current = session.current()
         lean = current is not None and current.lean and self.sharded and can_adopt(self._optimizers)
+        lean = lean and not model[0].config.qk_clip  # it clips weights and main parameters apart
         self._derives = lean or self._gathers_late
         """Whether parameters are left out of the state."""
         self._own_parameters = [(name, p) for name, p in self._parameters() if not self._is_derived(p)]
@@ -278,8 +285,10 @@ class MegatronAdapter:
             if self._gathers_late and not chunk.remove_forward_pre_hook_handles:
                 chunk.enable_forward_pre_hook()  # and these hooks taken off
             for module in chunk.modules():
-                if getattr(module, "current_max_attn_logits", None) is not None:  # (--qk-clip)
-                    module.current_max_attn_logits = None
+                for name in _OF_A_STEP & vars(module).keys():
+                    setattr(module, name, None)
+                if (overlap := vars(module).get("_overlap_state")) is not None:
+                    module._overlap_state = type(overlap).IDLE
         reset_model_temporary_tensors(self._model[0].config, self._model)
         self._optimizer.zero_grad()
         for optimizer in (self._optimizer, *self._optimizers):
@@ -345,7 +354,8 @@ def _check_supported(optimizer: Any, parts: list[Any]) -> None:
     if any(isinstance(o, LayerWiseDistributedOptimizer) for o in (optimizer, *parts)):
         raise ConfigError(
             "--ft cannot restore the layer-wise distributed optimizer (--optimizer dist_muon): it "
-            "does not tell who holds which of its state; take --optimizer muon or adam, or leave --ft out"
+            "does not tell who holds which of its state; take --optimizer muon without "
+            "--use-distributed-optimizer, or adam, or leave --ft out"
         )
     for part in parts:
         # Transformer Engine's FusedAdam, with --use-precision-aware-optimizer.

@@ -71,13 +71,25 @@ ELSEWHERE = (
 """The same, the other way round."""
 
 
+class Phased(Pretrain):
+    """Its data is another from the fifth iteration on."""
+
+    def arguments(self, iterations: int, protected: bool) -> list[str]:
+        flags = super().arguments(iterations, protected)
+        flags[flags.index(f"--train-iters={iterations}")] = f"--train-samples={8 * iterations}"
+        return [*flags, "--phase-transition-iterations=4"]
+
+
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The prefix of a dataset of bytes: this project's own sources."""
-    directory = tmp_path_factory.mktemp("data")
-    script = RECIPES[0] / "prepare_data.py"
-    arguments = ["--input", str(ROOT / "ft_core"), "--output-prefix", str(directory / "text")]
-    forks(Pretrain()).run(script, arguments, 1, directory / "logs")
+    return prepared(ROOT / "ft_core", tmp_path_factory.mktemp("data"))
+
+
+def prepared(folder: Path, directory: Path) -> Path:
+    """The prefix of a dataset of the bytes of that folder's files."""
+    arguments = ["--input", str(folder), "--output-prefix", str(directory / "text")]
+    forks(Pretrain()).run(RECIPES[0] / "prepare_data.py", arguments, 1, directory / "logs")
     return directory / "text"
 
 
@@ -166,6 +178,36 @@ def test_newcomer_to_a_job_that_was_resumed(tmp_path: Path) -> None:
     assert without(6, sorted(losses(read_logs(tmp_path / "job")))) == without(6, losses(text)[4:])
     compare_checkpoints(expected / "iter_0000008", saved / "iter_0000008")
     assert result.code == 0 and result.recoveries == 2
+
+
+def test_newcomer_to_a_job_that_was_resumed_in_another_phase(tmp_path: Path) -> None:
+    """A phase has a data set of its own: here of more epochs than the first one's, in another order."""
+    expected, saved, texts = tmp_path / "expected", tmp_path / "saved", tmp_path / "texts"
+    texts.mkdir()
+    for number in range(10):
+        (texts / f"{number}.txt").write_text(f"text {number} " * 10)
+    training, every = Phased(pp=2, more=DISTOPT, data=indexed(prepared(texts, tmp_path))), "--save-interval=2"
+    for _ in range(2):  # Megatron leaves where a phase ends
+        arguments = [
+            *training.arguments(10, protected=False),
+            "--save",
+            str(expected),
+            "--load",
+            str(expected),
+        ]
+        text = forks(training).run(training.script, [*arguments, every], training.world, tmp_path / "plain")[
+            -1
+        ]
+        if not saved.exists():
+            shutil.copytree(expected, saved)
+    assert (saved / LATEST).read_text() == "4"
+    flags = ("--save", str(saved), "--load", str(saved), every)
+    ftrun = ("--ft-inject", "1@startup:0:worker,3@between:5:worker,0@backward:7")
+    with Job(tmp_path / "job", training, 10, nproc=2, ftrun=ftrun, flags=flags) as job:
+        result = job.finish()
+    assert sorted(losses(read_logs(tmp_path / "job"))) == losses(text) != []
+    compare_checkpoints(expected / "iter_0000010", saved / "iter_0000010")
+    assert result.code == 0 and result.recoveries == 3
 
 
 def test_more_nodes_lost_than_there_are_copies(tmp_path: Path) -> None:

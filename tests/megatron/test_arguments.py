@@ -158,10 +158,17 @@ def test_no_yaml(yaml_file: Path):
         ("gtp_weight_remat_size", 2, "--tensor-parallel-num-weight-shards"),
         ("expert_gtp_weight_remat_size", 2, "--expert-tensor-parallel-num-weight-shards"),
         ("moe_router_force_biased", -1.0, "--moe-router-force-biased"),
+        ("overlap_param_gather", True, "--qk-clip"),
+        ("moe_use_upcycling", True, "--moe-use-upcycling"),
+        ("logits_load_dir", "logits", "--logits-load-dir"),
+        ("logits_save_dir", "logits", "--logits-save-dir"),
+        ("dataloader_save", "places", "--dataloader-save"),
+        ("moe_routing_trace_path", "trace", "--moe-routing-trace-path"),
     ],
 )
 def test_refused(name: str, value: Any, flag: str):
     default = {"cuda_graph_impl": "none", "fp8": None, "fp8_recipe": "delayed", "nccl_ub": False}
+    default |= {"logits_load_dir": None, "dataloader_save": "", "qk_clip": True}
     fine = {**default, "non_persistent_ckpt_type": "global", "use_distributed_optimizer": True}
     arguments.check(SimpleNamespace(**fine))
     with pytest.raises(ConfigError, match=f"^{flag} cannot go with --ft: .*; or leave --ft out"):

@@ -94,3 +94,22 @@ def test_what_is_kept_of_the_newest_steps_keeps_no_files_open() -> None:
         step(batches)
     assert len(batches._kept) > STEP
     assert len(os.listdir("/proc/self/fd")) <= open_files
+
+
+@pytest.mark.parametrize("name", ["MegatronPretrainingSampler", "HybridCPMegatronPretrainingSampler"])
+def test_a_newcomer_reads_on_where_one_of_megatrons_own_samplers_was(name: str) -> None:
+    """One draw is a micro batch, or all of a step's (--hybrid-context-parallel)."""
+    samplers = pytest.importorskip("megatron.training.datasets.data_samplers", exc_type=ImportError)
+
+    def opened() -> Loader:
+        def build(dataset: Any, consumed: int) -> Any:
+            sizes = (MICRO, 4 * MICRO) if "Hybrid" in name else (MICRO,)
+            sampler = getattr(samplers, name)(SAMPLES, consumed, *sizes, 0, 2)
+            return DataLoader(dataset, batch_sampler=sampler)
+
+        return Loader(build, Samples(), 0)
+
+    straight, newcomer = iter(opened()), iter(opened())
+    step(straight)
+    newcomer.seek(straight.mark())
+    assert step(newcomer) == step(straight)

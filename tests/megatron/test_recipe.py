@@ -185,6 +185,60 @@ adapter.reset()
 assert not router.local_tokens_per_expert.any()
 """
 
+OVERLAPPED = """
+import sys
+from types import SimpleNamespace as Some
+sys.path.insert(0, sys.argv.pop(1))
+import pretrain_gpt_core as recipe
+import torch
+from megatron.core.transformer.moe import shared_experts
+from ft_megatron.state import MegatronAdapter
+
+args = recipe.parse_args()
+recipe.initialize(args)
+trainer = recipe.Trainer(args)
+experts = object.__new__(shared_experts.SharedExpertMLP)
+torch.nn.Module.__init__(experts)
+experts.config = Some(moe_shared_expert_overlap=True, sequence_parallel=False)
+experts.stream, experts.tp_group, experts.use_shared_expert_gate = torch.cuda.Stream(), None, False
+if hasattr(shared_experts, "SharedExpertState"):
+    experts._overlap_state = shared_experts.SharedExpertState.IDLE
+experts.cached_output = None
+trainer.model[0].module.experts = experts
+adapter = MegatronAdapter(trainer.model, trainer.optimizer, trainer.scheduler)
+
+experts.pre_forward_comm(torch.ones(2, 2))
+experts.cached_output = torch.ones(2)  # and the step is abandoned before that is added
+try:
+    experts.pre_forward_comm(torch.ones(2, 2))
+except AssertionError:
+    pass
+else:
+    raise RuntimeError("Megatron looks whether something is left")
+adapter.reset()
+assert experts.cached_fc1_input is None
+experts.pre_forward_comm(torch.ones(2, 2))
+"""
+
+CLIPPED = """
+import sys
+from types import SimpleNamespace as Some
+sys.path.insert(0, sys.argv.pop(1))
+import pretrain_gpt_core as recipe
+from ft_core.worker import session
+from ft_megatron.state import MegatronAdapter
+
+args = recipe.parse_args()
+recipe.initialize(args)
+trainer = recipe.Trainer(args)
+session._current = Some(lean=True)
+for clips in (False, True):
+    trainer.model[0].config.qk_clip = clips
+    adapter = MegatronAdapter(trainer.model, trainer.optimizer, trainer.scheduler)
+    held = {t.name for t in adapter.tensors() if t.name.startswith("model.")}
+    assert held == ({name for name, _ in adapter._parameters()} if clips else set()), held
+"""
+
 ANOTHER_MODEL = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
@@ -228,7 +282,7 @@ def fused(dtype):
 _check_supported(None, [fused(torch.float32)])
 for optimizer, part, named in (
     (None, fused(torch.bfloat16), "exp_avg"),
-    (object.__new__(LayerWiseDistributedOptimizer), fused(torch.float32), "dist_muon"),
+    (object.__new__(LayerWiseDistributedOptimizer), fused(torch.float32), "muon without --use-distributed-"),
 ):
     try:
         _check_supported(optimizer, [part])
@@ -241,6 +295,17 @@ for optimizer, part, named in (
 
 def test_router_buffers_are_restored_in_fp32_and_counted_anew(data: Path) -> None:
     done = python("-c", STATE, RECIPE.parent, *TINY, "--data-path", data, "--bf16")
+    assert done.returncode == 0, done.stderr
+
+
+def test_shared_experts_forget_a_step_that_was_abandoned_in_the_dispatcher(data: Path) -> None:
+    done = python("-c", OVERLAPPED, RECIPE.parent, *TINY, "--data-path", data)
+    assert done.returncode == 0, done.stderr
+
+
+def test_weights_that_are_clipped_apart_are_held(data: Path) -> None:
+    flags = ("--bf16", "--use-distributed-optimizer")
+    done = python("-c", CLIPPED, RECIPE.parent, *TINY, "--data-path", data, *flags)
     assert done.returncode == 0, done.stderr
 
 
