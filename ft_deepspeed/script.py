@@ -75,7 +75,7 @@ class Script:
         """It makes its first call: what came before was start-up."""
         self.phase = Phase.BEGINNING
         rng.find(scripts(self.engine.module))
-        self.module = ModuleState(self.engine.module, inner_optimizer(self.engine))
+        self.module = ModuleState(self.engine.module, inner_optimizer(self.engine), self.engine.lr_scheduler)
         self.kept = Kept.capture()
         self.began_at = self.first = self.engine.global_steps
         self.reached(self.began_at)
