@@ -23,14 +23,18 @@ from ft_deepspeed.values import FIXED, MISSING
 
 log = logging.getLogger(__name__)
 
-_TORCH = ("torch.nn", "torch.ao", "deepspeed")
+_TORCH = ("torch.nn.", "torch.ao.", "deepspeed.")
 """Modules of these are known to keep nothing of the kind."""
-_OURS = frozenset(vars(torch.nn.Module())) - {"training"}
-"""Attributes that each module has for torch's own use."""
-_OPTIMIZER = ("state", "param_groups", "defaults", "_")
-"""How attributes of an optimizer begin that are torch's."""
-_DEEPSPEED = ("ds_", "_ds", "_external_params", "applied_", "training")
-"""How attributes begin that DeepSpeed gives modules, and what is a call's own anyway."""
+_DEEPSPEED = frozenset(
+    "_external_params _original_parameters all_parameters applied_pre_backward_ref_cnt "
+    "ds_external_parameters ds_grads_remaining ds_id ds_inflight_param_registry ds_model_granularity "
+    "ds_model_num_layers ds_model_num_params ds_recompute_parameters post_bwd_fn pre_bwd_fn to_empty".split()
+)
+"""Attributes that DeepSpeed gives modules (see `ft_deepspeed.abandon` for what changes of them)."""
+_OTHERS = frozenset(vars(torch.nn.Module())) | _DEEPSPEED
+"""Attributes of modules that are not the script's own."""
+_TORCHS = frozenset(vars(torch.optim.SGD([torch.nn.Parameter(torch.empty(0))]))) | {"_opt_called"}
+"""Attributes that each optimizer has, the last one once a schedule goes by it."""
 
 _COUNT = "micro_offset"
 """A pipeline's passes, by which its layers are seeded (`PipelineModule(seed_layers=True)`)."""
@@ -157,7 +161,7 @@ class ModuleState:
         self._places += [
             (f"{_OF_OPTIMIZER}{key}", optimizer, key)
             for key, value in optimizer.items()
-            if not key.startswith(_OPTIMIZER) and values.is_plain(value)
+            if key not in _TORCHS and values.is_plain(value)
         ]
         self._present = frozenset(prefix + key for prefix, space in self._spaces.items() for key in space)
         self._places += self._schedule
@@ -205,7 +209,7 @@ def _places(name: str, part: torch.nn.Module, hidden: list[str]) -> Iterator[Pla
     if not type(part).__module__.startswith(_TORCH):
         space = vars(part)
         for key, value in space.items():
-            if key not in _OURS and not key.startswith(_DEEPSPEED) and values.is_plain(value):
+            if key not in _OTHERS and values.is_plain(value):
                 yield f"{prefix}{key}", space, key
     for key in sorted({*part._non_persistent_buffers_set, *hidden}):
         if key == _COUNT and key in vars(part):

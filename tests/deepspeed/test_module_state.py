@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -15,7 +18,7 @@ import torch
 
 from ft_core.state import envelope
 from ft_deepspeed import schedule
-from ft_deepspeed.module_state import ModuleState
+from ft_deepspeed.module_state import _DEEPSPEED, ModuleState
 
 
 def carried(changed: dict[str, Any]) -> dict[str, Any]:
@@ -256,3 +259,59 @@ def test_what_a_model_shares_with_its_optimizer_and_schedule() -> None:
         each()
         assert theirs.shared is optimizer.shared is each.kept is each.reader.shared
         assert theirs.get_lr() == [0.1 / 3]
+
+
+class Named(torch.nn.Module):
+    """Counts by names that begin as those of torch and DeepSpeed do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.training_steps = self.applied_noise = self.ds_calls = self._dsa = 0
+
+    def forward(self) -> None:
+        self.training_steps += 1
+        self.applied_noise += 2
+        self.ds_calls += 3
+        self._dsa += 4
+
+
+def test_names_that_begin_as_others_do_are_the_models_own() -> None:
+    for model in undisturbed_survivor_newcomer(Named):
+        assert (model.training_steps, model.applied_noise, model.ds_calls, model._dsa) == (5, 10, 15, 20)
+
+
+class Counting(torch.optim.SGD):
+    def __init__(self) -> None:
+        super().__init__([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        self._step = self.state_changes = 0
+
+    def step(self, closure: Any = None) -> None:
+        self._step += 1
+        self.state_changes += 2
+        super().step()
+
+
+def test_names_of_an_optimizer_of_the_scripts_own_that_begin_as_torchs_do() -> None:
+    optimizer, other = Counting(), Counting()
+    state = ModuleState(torch.nn.Linear(1, 1), optimizer)
+    theirs = ModuleState(torch.nn.Linear(1, 1), other)
+    optimizer.step()
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: 0.9**at)
+    before = state.capture()
+    assert before == {"optimizer._step": 1, "optimizer.state_changes": 2}
+    optimizer.step()
+    for found, each in ((state, optimizer), (theirs, other)):
+        found.restore(carried(before))
+        assert (each._step, each.state_changes) == (1, 2)
+
+
+def test_all_that_the_installed_deepspeed_gives_modules_is_known() -> None:
+    package = importlib.util.find_spec("deepspeed")
+    if package is None or package.origin is None:
+        pytest.skip("DeepSpeed is not installed")
+    sets = re.compile(r"\b(?:sub_?)?module\.(\w+) *[-+]?= ")
+    found: set[str] = set()
+    for name in ("parameter_offload.py", "partition_parameters.py", "partitioned_param_coordinator.py"):
+        found |= {*sets.findall((Path(package.origin).parent / "runtime" / "zero" / name).read_text())}
+    assert "ds_id" in found
+    assert found - {"_parameters"} <= _DEEPSPEED
