@@ -24,6 +24,7 @@ from ft_deepspeed.results import Results
 
 RETURNED = "backward"
 """Under this name is on record what a backward pass has returned that is not the script's loss."""
+_GONE = "what its loss was computed from is not there any more"
 BESIDE = "its loss has terms that do not come from the engine's outputs, so what computed them must run again"
 _LOOKED_AT = 10_000
 """Nodes of a graph that leads into the engine's part, at most, once that is known."""
@@ -150,7 +151,7 @@ class Backward(Call):
             raise TypeError(f"engine.backward: the loss must be a tensor, not {type(self._loss).__name__}")
         self._value = self._loss.detach().clone()
         self._script = ScriptPart([self._loss], forwards, engine)
-        self._forwards, self.again = self._script.forwards, self._script.objection
+        self.again = self._script.objection
 
     def execute(self) -> Any:
         """Backward through the script's part of the graph and the engine's."""
@@ -159,9 +160,11 @@ class Backward(Call):
         return self._returned(result)
 
     def repeat(self) -> Any:
-        """Backward through the engine's part."""
-        outputs = [t for f in self._forwards for t in f.outputs]
+        """Backward through the engine's part. Raises CannotRepeat."""
+        outputs = self._script.outputs()
         if not outputs:
+            if self._loss is None:
+                raise CannotRepeat(_GONE)
             return self.execute()
         return self._returned(self.method(_Bridge.apply(self, *outputs), *self.args, **self.kwargs))
 
@@ -221,9 +224,8 @@ class Direct(Call):
         self._release()
 
     def repeat(self) -> None:
-        """Backward through the engine's part."""
-        gradients = self._script.gradients(self._scales)
-        outputs = [t for f in self._script.forwards for t in f.outputs]
+        """Backward through the engine's part. Raises CannotRepeat."""
+        outputs, gradients = self._script.outputs(), self._script.gradients(self._scales)
         reached = [(t, g) for t, g in zip(outputs, gradients, strict=True) if g is not None]
         self.method([t for t, _ in reached], [g for _, g in reached], retain_graph=self.retained)
         self._release()
@@ -382,6 +384,12 @@ class ScriptPart:
         self._losses = losses
         self.forwards, self._leaves, beside = _reached(losses, forwards, engine)
         self.objection = BESIDE if beside else ""
+
+    def outputs(self) -> list[torch.Tensor]:
+        """The newest of the engine's that it begins at. Raises CannotRepeat."""
+        if not all(forward.outputs for forward in self.forwards):
+            raise CannotRepeat(_GONE)
+        return [tensor for forward in self.forwards for tensor in forward.outputs]
 
     def gradients(self, scales: list[torch.Tensor] | None) -> list[torch.Tensor | None]:
         """At all outputs, as they were the first time; where that was interrupted before it began, now.

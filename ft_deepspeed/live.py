@@ -104,7 +104,8 @@ class Live:
                     self._check_drawn(call)
                     self._script.kept = Kept.capture()
                     self._step_done()
-                if not call.evaluates or communicated:
+                differentiable = isinstance(call, Forward) and call.boundary is not None
+                if not call.evaluates or communicated or differentiable:
                     self._tape.record(call)
                 return result
             except CannotRepeat as reason:
