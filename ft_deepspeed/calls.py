@@ -293,6 +293,11 @@ class Step(Call):
     kind = "step"
 
     @property
+    def given_schedule(self) -> dict[str, Any]:
+        """What the schedule's own step is given."""
+        return self.kwargs.get("lr_kwargs", next(iter(self.args), None)) or {}
+
+    @property
     def ends_step(self) -> bool:
         """At the end of gradient accumulation."""
         engine = self.engine
