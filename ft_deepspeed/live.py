@@ -78,7 +78,7 @@ class Live:
             self._gradients.left()
         self._weights.left()
         if isinstance(call, Forward) and call.boundary is not None:
-            script.forwards.append(call)
+            script.forwards = [*script.forwards, call]
         if script.position != session.version:  # a step is complete here
             script.reached(session.version)
             self._tape.forget_before(session.oldest_version)
@@ -105,8 +105,10 @@ class Live:
                     self._script.kept = Kept.capture()
                     self._step_done()
                 differentiable = isinstance(call, Forward) and call.boundary is not None
-                if not call.evaluates or communicated or differentiable:
+                if not call.evaluates or communicated:
                     self._tape.record(call)
+                elif differentiable:
+                    self._tape.record_while_there(call)
                 return result
             except CannotRepeat as reason:
                 in_place.replace_worker(str(reason))

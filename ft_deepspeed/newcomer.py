@@ -226,9 +226,10 @@ class Newcomer:
         context = Context.capture(self._engine)
         self._live.performing = True
         try:
-            call.execute()
+            given = call.execute()  # the graph is there as long as this is
             if call.outputs:
                 self._engine.backward(call.outputs[0].float().mean())
+            del given
         finally:
             self._live.performing = False
             context.apply(self._engine)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -127,6 +129,54 @@ def test_a_step_that_trains_in_evaluation_mode_is_made_again(
     expected = job.engine.gradients()
     job.fails()
     assert expected
+    for one, other in zip(job.engine.gradients(), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_pass_in_evaluation_mode_that_the_script_has_yet_to_go_back_through_is_made_again() -> None:
+    def made(fails: bool) -> list[torch.Tensor]:
+        job = Job()
+        job.engine.module.eval()
+        loss = job.forward(torch.ones(2, 4)).square().sum()
+        if fails:
+            with torch.no_grad():  # or the graph is that of the first execution
+                before = job.engine.module[0].weight.clone()
+                job.engine.module[0].weight.mul_(2)
+                job.engine.module[0].weight.copy_(before)
+            job.fails()
+        job.backward(loss)
+        if fails:
+            job.fails()
+        return job.engine.gradients()
+
+    for one, other in zip(made(True), made(False), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_graph_that_the_script_has_dropped_is_gone(training: bool) -> None:
+    """A validation without `torch.no_grad()`. No collection of garbage, which would come too late."""
+    job = Job()
+    job.engine.module.train(training)
+    found: list[weakref.ref[Any]] = []
+    job.engine.module[1].register_forward_hook(lambda module, x, y: found.append(weakref.ref(y)))
+    gc.disable()
+    try:
+        for x in (1.0, 2.0, 3.0):
+            total = job.forward(torch.full((2, 4), x)).sum().item()
+        assert total and len(found) == 3
+        assert not any(activation() is not None for activation in found)
+        assert not job.script.forwards
+        out = job.forward(torch.ones(2, 4))
+        assert found[-1]() is not None and len(job.script.forwards) == 1
+        job.backward(out.sum())
+        assert found[-1]() is None
+    finally:
+        gc.enable()
+    expected = job.engine.gradients()
+    found.clear()
+    job.fails()
+    assert len(found) == (4 if training else 1)  # passes, made again
     for one, other in zip(job.engine.gradients(), expected, strict=True):
         assert torch.equal(one, other)
 
