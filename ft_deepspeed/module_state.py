@@ -133,6 +133,8 @@ class ModuleState:
                 if here is not None and name in self._present - here.present:
                     space.pop(key, None)  # it came with a pass that is made again
                 return
+            if isinstance(state, dict) and state == values.LEFT:
+                return
             try:
                 value = giving.give(state, (name,), before)
             except LookupError as error:
@@ -177,7 +179,9 @@ class ModuleState:
             if value is seen[at] and type(value) in FIXED:  # nearly all of them
                 continue
             seen[at] = value
-            found = look.take(value, (name,)) if values.is_plain(value) else MISSING
+            found = look.taken(value, (name,))
+            if found is MISSING and value is not MISSING and name in self._first:
+                found = values.LEFT
             if found is taken[at] and found is not MISSING:
                 continue
             taken[at] = found

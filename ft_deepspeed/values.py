@@ -45,6 +45,8 @@ _FACTORIES = {kind.__name__: kind for kind in (int, float, str, bool, list, dict
 _KIND, _PARTS, _MORE, _FIELDS, _SAME = "ft/kind", "ft/parts", "ft/more", "ft/fields", "ft/same"
 _OWN = "own"
 """The class, or a function that it needs, is the script's own."""
+LEFT = {_KIND: "left"}
+"""Stands for a value that is not plain any more, as it has grown: it is left alone, whatever it was."""
 
 
 def is_kept(value: Any) -> bool:
@@ -82,11 +84,21 @@ class Look:
         """The object that was at each path, once."""
         self._paths: dict[int, Path] = {}
         """By its identity: where it was met first."""
+        self._others: set[int] = set()
+        """Objects that were found not to be plain; many modules have the same one."""
         self._before = before._copies if before is not None else {}
         self._copies: dict[Path, tuple[torch.Tensor, int, Any]] = {}
 
-    def take(self, value: Any, path: Path) -> Any:
-        """As plain data, which nobody changes any more. `value` is plain (see `is_plain`)."""
+    def taken(self, value: Any, path: Path) -> Any:
+        """What is there as plain data, which nobody changes any more; MISSING where it is not plain."""
+        if id(value) in self._others:
+            return MISSING
+        if id(value) not in self._paths and not is_plain(value):
+            self._others.add(id(value))
+            return MISSING
+        return self._take(value, path)
+
+    def _take(self, value: Any, path: Path) -> Any:
         if type(value) in FIXED:
             return value
         if isinstance(value, np.generic):
@@ -98,7 +110,7 @@ class Look:
         self.objects[path] = value
         if kind == _TENSOR:
             return self._tensor(value, path)
-        taken = [(key, self.take(part, (*path, key))) for key, part in _parts(value, kind)]
+        taken = [(key, self._take(part, (*path, key))) for key, part in _parts(value, kind)]
         parts = dict(taken) if kind in _MAPPINGS else [part for _, part in taken]
         if type(value) is dict or type(value) is list:
             return parts
@@ -109,7 +121,7 @@ class Look:
             _KIND: kind,
             _PARTS: parts,
             _MORE: _more(value, kind),
-            _FIELDS: {name: self.take(part, (*path, _FIELDS, name)) for name, part in fields.items()},
+            _FIELDS: {name: self._take(part, (*path, _FIELDS, name)) for name, part in fields.items()},
         }
 
     def _tensor(self, value: torch.Tensor, path: Path) -> Any:
@@ -134,7 +146,7 @@ class Giving:
         self._used: set[int] = set()
 
     def give(self, state: Any, path: Path, here: Any) -> Any:
-        """What belongs there. `state`: what `Look.take` returned; `here`: what is there now, or MISSING.
+        """What belongs there. `state`: what `Look.taken` returned; `here`: what is there now, or MISSING.
 
         Raises LookupError where the script alone could make it.
         """

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ft_core.state import envelope
-from ft_deepspeed import schedule
+from ft_deepspeed import schedule, values
 from ft_deepspeed.module_state import _DEEPSPEED, ModuleState
 
 
@@ -315,3 +315,27 @@ def test_all_that_the_installed_deepspeed_gives_modules_is_known() -> None:
         found |= {*sets.findall((Path(package.origin).parent / "runtime" / "zero" / name).read_text())}
     assert "ds_id" in found
     assert found - {"_parameters"} <= _DEEPSPEED
+
+
+def test_what_cannot_be_taken_any_more_is_left_as_it_is() -> None:
+    """A list that has grown, or has what a pass computes: it is not what it was in the beginning."""
+    kept: list[Any] = [0]
+    model = Model(kept, lambda kept: kept.append(len(kept)))
+    state = ModuleState(model)
+    for _ in range(100):
+        model()
+    before = state.capture()
+    for changed in (before, carried(before)):
+        state.restore(changed)
+        assert model.kept is kept and kept == list(range(101))
+
+
+def test_what_many_modules_have_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = Seen()
+    model = torch.nn.ModuleList(Reader(shared) for _ in range(50))
+    state = ModuleState(model)
+    looked, is_plain = [], values.is_plain
+    monkeypatch.setattr(values, "is_plain", lambda *args: looked.append(args) or is_plain(*args))
+    shared.tokens = 1
+    assert [*state.capture()] == ["0.shared"]
+    assert len([value for value, *_ in looked if value is shared]) == 1
