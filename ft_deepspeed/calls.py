@@ -11,11 +11,12 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
 from ft_core.state import rng
@@ -24,6 +25,7 @@ from ft_deepspeed.results import Results
 
 RETURNED = "backward"
 """Under this name is on record what a backward pass has returned that is not the script's loss."""
+_GONE = "what its loss was computed from is not there any more"
 BESIDE = "its loss has terms that do not come from the engine's outputs, so what computed them must run again"
 _LOOKED_AT = 10_000
 """Nodes of a graph that leads into the engine's part, at most, once that is known."""
@@ -75,18 +77,22 @@ class Call:
 
 
 class Forward(Call):
-    """`engine(...)`. The script gets the outputs, on the graph that they come with; see `_Boundary`."""
+    """`engine(...)`. The script gets the outputs, on the graph that they come with; see `_Boundary`.
+
+    That graph refers to the call, and the call to nothing of it: it goes when the script drops the outputs,
+    as it would without us.
+    """
 
     def __init__(self, engine: Any, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__(engine, method, args, kwargs)
         self.evaluates = not engine.module.training
         self.kind = "evaluation" if self.evaluates else "forward"
         self._saved: Any = None
-        self._outputs: list[torch.Tensor] = []
-        self.boundary: Any = None
-        """The node of the graph between the engine's part and the script's; None: no gradient is needed."""
-        self.edges: list[Any] = []
-        """Where the script's part ends, for each output that needs a gradient."""
+        self._newest: list[torch.Tensor] = []
+        """Outputs of the newest execution, where the script has those of the first."""
+        self._node: weakref.ref[Any] | None = None
+        self.differentiated = False
+        """Whether a backward pass goes through it, or has."""
         self.gradients: tuple[torch.Tensor | None, ...] | None = None
         """At the outputs that need one, once the script's part of the backward pass has run."""
 
@@ -105,29 +111,43 @@ class Forward(Call):
             return self.execute()
         args, kwargs = copied(self._saved)
         result = self.method(*args, **kwargs)
-        if self.boundary is None:
+        if self._node is None:
             return self._handed_out(result)
-        self._outputs = _differentiable(result)
+        if self.differentiated or self.boundary is not None:
+            self._newest = _differentiable(result)
         return result  # the script has its outputs already
 
     def _handed_out(self, result: Any) -> Any:
-        self._outputs = outputs = _differentiable(result)
+        outputs = _differentiable(result)
         if not outputs:
             return result
         made = iter(_Boundary.apply(self, *outputs))
         given = pytree.tree_map(lambda v: next(made) if _needs_gradient(v) else v, result)
-        handed = _differentiable(given)
-        self.boundary, self.edges = handed[0].grad_fn, [get_gradient_edge(t) for t in handed]
+        self._node = weakref.ref(_differentiable(given)[0].grad_fn)
         return given
+
+    @property
+    def boundary(self) -> Any:
+        """The node of the graph between the engine's part and the script's; None: no gradient is needed, or
+        nobody can ask for it any more."""
+        return self._node() if self._node is not None else None
+
+    @property
+    def edges(self) -> list[Any]:
+        """Where the script's part ends, for each output that needs a gradient."""
+        node = self.boundary
+        return [] if node is None else [GradientEdge(node, at) for at in range(node.many)]
 
     @property
     def outputs(self) -> list[torch.Tensor]:
         """Those outputs of the newest execution that need gradients."""
-        return self._outputs
+        return self._newest or getattr(self.boundary, "outputs", [])
 
     def release(self) -> None:
         """After its backward pass."""
-        self._outputs = []
+        self._newest = []
+        if (node := self.boundary) is not None:
+            node.outputs = []
 
 
 class Backward(Call):
@@ -150,7 +170,7 @@ class Backward(Call):
             raise TypeError(f"engine.backward: the loss must be a tensor, not {type(self._loss).__name__}")
         self._value = self._loss.detach().clone()
         self._script = ScriptPart([self._loss], forwards, engine)
-        self._forwards, self.again = self._script.forwards, self._script.objection
+        self.again = self._script.objection
 
     def execute(self) -> Any:
         """Backward through the script's part of the graph and the engine's."""
@@ -159,9 +179,11 @@ class Backward(Call):
         return self._returned(result)
 
     def repeat(self) -> Any:
-        """Backward through the engine's part."""
-        outputs = [t for f in self._forwards for t in f.outputs]
+        """Backward through the engine's part. Raises CannotRepeat."""
+        outputs = self._script.outputs()
         if not outputs:
+            if self._loss is None:
+                raise CannotRepeat(_GONE)
             return self.execute()
         return self._returned(self.method(_Bridge.apply(self, *outputs), *self.args, **self.kwargs))
 
@@ -221,9 +243,8 @@ class Direct(Call):
         self._release()
 
     def repeat(self) -> None:
-        """Backward through the engine's part."""
-        gradients = self._script.gradients(self._scales)
-        outputs = [t for f in self._script.forwards for t in f.outputs]
+        """Backward through the engine's part. Raises CannotRepeat."""
+        outputs, gradients = self._script.outputs(), self._script.gradients(self._scales)
         reached = [(t, g) for t, g in zip(outputs, gradients, strict=True) if g is not None]
         self.method([t for t, _ in reached], [g for _, g in reached], retain_graph=self.retained)
         self._release()
@@ -258,7 +279,7 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Forward, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.call = call
+        ctx.call, ctx.outputs, ctx.many = call, list(outputs), len(outputs)
         ctx.set_materialize_grads(False)
         return tuple(output.detach() for output in outputs)
 
@@ -289,6 +310,11 @@ class Step(Call):
     """A call of `engine.step()`."""
 
     kind = "step"
+
+    @property
+    def given_schedule(self) -> dict[str, Any]:
+        """What the schedule's own step is given."""
+        return self.kwargs.get("lr_kwargs", next(iter(self.args), None)) or {}
 
     @property
     def ends_step(self) -> bool:
@@ -382,6 +408,14 @@ class ScriptPart:
         self._losses = losses
         self.forwards, self._leaves, beside = _reached(losses, forwards, engine)
         self.objection = BESIDE if beside else ""
+        for forward in self.forwards:
+            forward.differentiated = True
+
+    def outputs(self) -> list[torch.Tensor]:
+        """The newest of the engine's that it begins at. Raises CannotRepeat."""
+        if not all(forward.outputs for forward in self.forwards):
+            raise CannotRepeat(_GONE)
+        return [tensor for forward in self.forwards for tensor in forward.outputs]
 
     def gradients(self, scales: list[torch.Tensor] | None) -> list[torch.Tensor | None]:
         """At all outputs, as they were the first time; where that was interrupted before it began, now.
@@ -390,13 +424,14 @@ class ScriptPart:
         """
         known = [f.gradients is not None for f in self.forwards]
         if not any(known):
-            edges = [edge for f in self.forwards for edge in f.edges]
+            ends = [f.edges for f in self.forwards]
+            edges = [edge for found in ends for edge in found]
             with torch.enable_grad():
                 found = iter(torch.autograd.grad(self._losses, edges, scales, True, allow_unused=True))
                 if self._leaves:  # the script trains something of its own
                     torch.autograd.backward(self._losses, scales, True, inputs=self._leaves)
-            for forward in self.forwards:
-                forward.gradients = tuple(itertools.islice(found, len(forward.edges)))
+            for forward, those in zip(self.forwards, ends, strict=True):
+                forward.gradients = tuple(itertools.islice(found, len(those)))
         elif not all(known):
             raise CannotRepeat("a backward pass of several forward passes was interrupted in the middle")
         return [gradient for f in self.forwards for gradient in f.gradients or ()]

@@ -78,7 +78,7 @@ class Live:
             self._gradients.left()
         self._weights.left()
         if isinstance(call, Forward) and call.boundary is not None:
-            script.forwards.append(call)
+            script.forwards = [*script.forwards, call]
         if script.position != session.version:  # a step is complete here
             script.reached(session.version)
             self._tape.forget_before(session.oldest_version)
@@ -104,8 +104,11 @@ class Live:
                     self._check_drawn(call)
                     self._script.kept = Kept.capture()
                     self._step_done()
+                differentiable = isinstance(call, Forward) and call.boundary is not None
                 if not call.evaluates or communicated:
                     self._tape.record(call)
+                elif differentiable:
+                    self._tape.record_while_there(call)
                 return result
             except CannotRepeat as reason:
                 in_place.replace_worker(str(reason))

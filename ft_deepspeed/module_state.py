@@ -9,48 +9,66 @@ none, is given it where its peers are.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-_LARGEST = 1 << 20
-"""Bytes of a tensor that is looked after. A larger one is a table: it is made, and not added to."""
-_MANY = 64
-"""Entries of a list or dictionary."""
-_TORCH = ("torch.nn", "torch.ao", "deepspeed")
+from ft_deepspeed import values
+from ft_deepspeed.values import FIXED, MISSING
+
+log = logging.getLogger(__name__)
+
+_TORCH = ("torch.nn.", "torch.ao.", "deepspeed.")
 """Modules of these are known to keep nothing of the kind."""
-_OURS = frozenset(vars(torch.nn.Module())) - {"training"}
-"""Attributes that each module has for torch's own use."""
-_OPTIMIZER = ("state", "param_groups", "defaults", "_")
-"""How attributes of an optimizer begin that are torch's."""
-_DEEPSPEED = ("ds_", "_ds", "_external_params", "applied_", "training")
-"""How attributes begin that DeepSpeed gives modules, and what is a call's own anyway."""
+_DEEPSPEED = frozenset(
+    "_external_params _original_parameters all_parameters applied_pre_backward_ref_cnt "
+    "ds_external_parameters ds_grads_remaining ds_id ds_inflight_param_registry ds_model_granularity "
+    "ds_model_num_layers ds_model_num_params ds_recompute_parameters post_bwd_fn pre_bwd_fn to_empty".split()
+)
+"""Attributes that DeepSpeed gives modules (see `ft_deepspeed.abandon` for what changes of them)."""
+_OTHERS = frozenset(vars(torch.nn.Module())) | _DEEPSPEED
+"""Attributes of modules that are not the script's own."""
+_TORCHS = frozenset(vars(torch.optim.SGD([torch.nn.Parameter(torch.empty(0))]))) | {"_opt_called"}
+"""Attributes that each optimizer has, the last one once a schedule goes by it."""
 
 _COUNT = "micro_offset"
 """A pipeline's passes, by which its layers are seeded (`PipelineModule(seed_layers=True)`)."""
 
+_OF_OPTIMIZER = "optimizer."
 _PACKAGES = ("site-packages", "dist-packages")
 _FRAMEWORKS = frozenset(
     "torch transformers accelerate deepspeed datasets tokenizers peft trl numpy megatron apex".split()
 )
 
-_FIXED = frozenset({type(None), bool, int, float, str})
-_MISSING = object()
 Place = tuple[str, dict[str, Any], str]
 """Its name, and the dictionary and key that it is found by."""
+
+
+class Captured(dict[str, Any]):
+    """What is other than it was in the beginning, by name, as plain data.
+
+    In the process where it was taken it also has the objects that were there, and the names of all
+    attributes. What has been in an envelope has neither.
+    """
+
+    def __init__(
+        self, changed: dict[str, Any], objects: dict[values.Path, Any], present: frozenset[str]
+    ) -> None:
+        super().__init__(changed)
+        self.objects, self.present = objects, present
 
 
 class ModuleState:
     """The state of one model's attributes, and its optimizer's. Values that stay what they were when training
     began are not kept."""
 
-    def __init__(self, module: torch.nn.Module, optimizer: Any = None) -> None:
-        """`module`: as the script begins training with it. `optimizer`: the one that steps it."""
+    def __init__(self, module: torch.nn.Module, optimizer: Any = None, schedule: Any = None) -> None:
+        """`module`: as the script begins training with it. `optimizer`, `schedule`: those that step it."""
         self._modules = [
             (name, part)
             for name, part in module.named_modules()
@@ -58,80 +76,127 @@ class ModuleState:
         ]
         self._late = {name: [*_hidden(part)] for name, part in self._modules}
         """Buffers that no `state_dict` has, or that were not there yet, by the module's name."""
-        self._others = () if optimizer is None or _is_torchs(optimizer) else (vars(optimizer),)
-        """Where an optimizer of the script's own has attributes; what torch knows of it is kept elsewhere."""
+        self._spaces = {
+            _prefix(name): vars(part)
+            for name, part in self._modules
+            if not type(part).__module__.startswith(_TORCH)
+        }
+        """Where attributes of the script's own are, by how their names begin. What torch knows of an
+        optimizer is kept elsewhere."""
+        if optimizer is not None and not _is_torchs(optimizer):
+            self._spaces[_OF_OPTIMIZER] = vars(optimizer)
         self._places: list[Place] = []
+        self._present: frozenset[str] = frozenset()
         self._sizes: list[int] = []
         self._seen: list[Any] = []
-        """What was found last at each place, and for what may change inside its mark; see `_mark`."""
-        self._marks: list[Any] = []
+        """What was found last at each place, and what was taken of it."""
+        self._taken: list[Any] = []
         self._first: dict[str, Any] = {}
         self._changed: dict[str, Any] = {}
-        self._look()
+        self._schedule: list[Place] = []
+        """What a schedule shares with the model; the rest of it is kept elsewhere."""
+        self._look = values.Look()
+        self._find()
+        self._take()
+        if hasattr(schedule, "__dict__"):
+            shared = set(map(id, self._look.objects.values()))
+            self._schedule = [
+                (f"schedule.{key}", vars(schedule), key)
+                for key, value in vars(schedule).items()
+                if id(value) in shared and values.is_plain(value)
+            ]
+            self._sizes = []
+            self._find()
+            self._take()
         self._first, self._changed = self._changed, {}
+        self._began = self._look.objects
 
-    def capture(self) -> dict[str, Any]:
+    def capture(self) -> Captured:
         """What is other than it was in the beginning, by name."""
-        self._look()
-        return dict(self._changed)
+        self._find()
+        self._take()
+        return Captured(self._changed, self._look.objects, self._present)
 
     def restore(self, changed: dict[str, Any]) -> None:
         """Put back what `capture` returned, and the rest as it was in the beginning."""
-        for name, space, key in self._places:
-            value = changed.get(name, self._first.get(name, _MISSING))
-            if value is _MISSING or _same(value, space.get(key, _MISSING)):
-                continue
-            here = space.get(key)
-            if not isinstance(value, torch.Tensor):
-                space[key] = _copied(value)
-            elif isinstance(here, torch.Tensor) and here.shape == value.shape and here.dtype == value.dtype:
-                with torch.no_grad():
-                    here.copy_(value)
-            else:
-                device = here.device if isinstance(here, torch.Tensor) else value.device
-                space[key] = value.to(device, copy=True)
+        self._find()
+        here = changed if isinstance(changed, Captured) else None  # no envelope
+        places = {name: (space, key) for name, space, key in self._places}
+        rest = {name: changed.get(name, self._first.get(name, MISSING)) for name in [*places, *changed]}
+        giving = values.Giving(here.objects if here else {}, self._began, lambda name: put(name))
 
-    def _look(self) -> None:
-        sizes = [*(len(vars(part)) for _, part in self._modules), *map(len, self._others)]
-        if sizes != self._sizes:
-            self._sizes = sizes
-            self._places = [
-                place for name, part in self._modules for place in _places(name, part, self._late[name])
-            ]
-            for space in self._others:
-                self._places += [
-                    (f"optimizer.{key}", space, key)
-                    for key, value in space.items()
-                    if not key.startswith(_OPTIMIZER) and (_is_plain(value) or _is_kept(value))
-                ]
-            self._seen = [_MISSING] * len(self._places)
-            self._marks = [None] * len(self._places)
-        seen, marks = self._seen, self._marks
+        def put(name: str) -> None:
+            state = rest.pop(name, MISSING)
+            space, key = places.get(name) or self._made_for(name)
+            before = space.get(key, MISSING)
+            if state is MISSING:
+                if here is not None and name in self._present - here.present:
+                    space.pop(key, None)  # it came with a pass that is made again
+                return
+            if isinstance(state, dict) and state == values.LEFT:
+                return
+            try:
+                value = giving.give(state, (name,), before)
+            except LookupError as error:
+                log.warning("a newcomer's %s is not what its peers have: it is %s", name, error)
+                return
+            if value is not before:
+                space[key] = value
+
+        for name in list(rest):
+            put(name)
+
+    def _made_for(self, name: str) -> tuple[dict[str, Any], str]:
+        """Where an attribute belongs that a pass has made elsewhere."""
+        prefix, dot, key = name.rpartition(".")
+        return self._spaces.get(prefix + dot, {}), key
+
+    def _find(self) -> None:
+        optimizer = self._spaces.get(_OF_OPTIMIZER, {})
+        sizes = [*(len(vars(part)) for _, part in self._modules), len(optimizer)]
+        if sizes == self._sizes:
+            return
+        self._sizes = sizes
+        self._places = [
+            place for name, part in self._modules for place in _places(name, part, self._late[name])
+        ]
+        self._places += [
+            (f"{_OF_OPTIMIZER}{key}", optimizer, key)
+            for key, value in optimizer.items()
+            if key not in _TORCHS and values.is_plain(value)
+        ]
+        self._present = frozenset(prefix + key for prefix, space in self._spaces.items() for key in space)
+        self._places += self._schedule
+        self._seen = [MISSING] * len(self._places)
+        self._taken = [MISSING] * len(self._places)
+        self._changed = {}
+
+    def _take(self) -> None:
+        self._look = look = values.Look(self._look)
+        seen, taken = self._seen, self._taken
         for at, (name, space, key) in enumerate(self._places):
-            value = space.get(key, _MISSING)
-            if value is seen[at] and type(value) in _FIXED:  # nearly all of them
+            value = space.get(key, MISSING)
+            if value is seen[at] and type(value) in FIXED:  # nearly all of them
                 continue
-            mark = _mark(value)
-            if value is seen[at] and mark is not None and mark == marks[at]:
+            seen[at] = value
+            found = look.taken(value, (name,))
+            if found is MISSING and value is not MISSING and name in self._first:
+                found = values.LEFT
+            if found is taken[at] and found is not MISSING:
                 continue
-            seen[at], marks[at] = value, mark
-            if not (_is_plain(value) or _is_kept(value)):
+            taken[at] = found
+            if found is MISSING or values.same(self._first.get(name, MISSING), found):
                 self._changed.pop(name, None)
-            elif not _same(self._first.get(name, _MISSING), value):
-                self._changed[name] = _copied(value)
             else:
-                self._changed.pop(name, None)
+                self._changed[name] = found
 
 
 def _is_torchs(optimizer: Any) -> bool:
     return type(optimizer).__module__.startswith(("torch.", "deepspeed."))
 
 
-def _mark(value: Any) -> Any:
-    """Equal while nothing has changed in it; None: that is not known."""
-    if isinstance(value, torch.Tensor):
-        return None if value.is_inference() else value._version
-    return None
+def _prefix(name: str) -> str:
+    return f"{name}." if name else ""
 
 
 def _hidden(part: torch.nn.Module) -> Iterator[str]:
@@ -144,58 +209,17 @@ def _hidden(part: torch.nn.Module) -> Iterator[str]:
 
 
 def _places(name: str, part: torch.nn.Module, hidden: list[str]) -> Iterator[Place]:
-    prefix = f"{name}." if name else ""
+    prefix = _prefix(name)
     if not type(part).__module__.startswith(_TORCH):
         space = vars(part)
         for key, value in space.items():
-            if key not in _OURS and not key.startswith(_DEEPSPEED) and (_is_plain(value) or _is_kept(value)):
+            if key not in _OTHERS and values.is_plain(value):
                 yield f"{prefix}{key}", space, key
     for key in sorted({*part._non_persistent_buffers_set, *hidden}):
         if key == _COUNT and key in vars(part):
             yield f"{prefix}{key}", vars(part), key
         else:
             yield f"{prefix}{key}", part._buffers, key
-
-
-def _is_kept(value: Any) -> bool:
-    """A tensor that belongs to no pass."""
-    return (
-        isinstance(value, torch.Tensor)
-        and not isinstance(value, torch.nn.Parameter)
-        and value.grad_fn is None
-        and value.device.type != "meta"
-        and value.nbytes <= _LARGEST
-    )
-
-
-def _is_plain(value: Any) -> bool:
-    if value is None or isinstance(value, (bool, int, float, str, np.number)):
-        return True
-    if isinstance(value, dict):
-        return len(value) <= _MANY and all(map(_is_plain, [*value, *value.values()]))
-    return isinstance(value, (list, tuple)) and len(value) <= _MANY and all(map(_is_plain, value))
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _copied(part) for key, part in value.items()}
-    if type(value) is list:
-        return [_copied(part) for part in value]
-    return value
-
-
-def _same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
-            return False
-        return (
-            one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other.to(one.device))
-        )
-    return type(one) is type(other) and bool(one == other)
 
 
 def _is_installed(name: str, file: str) -> bool:

@@ -21,6 +21,7 @@ from ft_deepspeed.live import Live
 from ft_deepspeed.protected_state import ProtectedState
 from ft_deepspeed.results import NotOnRecord, Results
 from ft_deepspeed.script import Phase, Script
+from ft_deepspeed.unknown import DECIDES, Unknown
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +172,7 @@ class Newcomer:
         if ends or isinstance(call, Forward):
             self._state.passed()
         if ends:
-            self._passed_step(call.version, self._way)
+            self._passed_step(call, self._way)
             if script.position == until:
                 if session.protecting:
                     self._go_live()
@@ -185,9 +186,9 @@ class Newcomer:
                 self._sample = call
         return result
 
-    def _passed_step(self, version: int, way: CatchUp) -> None:
+    def _passed_step(self, call: Call, way: CatchUp) -> None:
         script, engine = self._script, self._engine
-        script.results.answer_norm(version, engine)
+        script.results.answer_norm(call.version, engine)
         if script.dealing is not None:
             script.dealing.finish(script.position + 1)
         script.reached(script.position + 1)
@@ -195,7 +196,16 @@ class Newcomer:
             waited_for = logging.WARNING if self._session.protecting else logging.INFO
             log.log(waited_for, "role %d: %s", self._session.role, progress)
         if engine.lr_scheduler is not None and getattr(engine, "_step_applied", True):
-            engine.lr_scheduler.step()
+            self._step_schedule(call.given_schedule if isinstance(call, Step) else {})
+
+    def _step_schedule(self, given: dict[str, Any]) -> None:
+        """As DeepSpeed does it."""
+        if any(isinstance(value, Unknown) for value in pytree.tree_leaves(given)):
+            self._session.in_place.cannot_pass(DECIDES)
+        try:
+            self._engine.lr_scheduler.step(**given)
+        except TypeError:
+            self._engine.lr_scheduler.step(self._engine.train_batch_size())
 
     def _left(self, call: Call, number: int, ends: bool) -> None:
         """Put what the call has left in the engine's attributes there."""
@@ -222,9 +232,10 @@ class Newcomer:
         context = Context.capture(self._engine)
         self._live.performing = True
         try:
-            call.execute()
+            given = call.execute()  # the graph is there as long as this is
             if call.outputs:
                 self._engine.backward(call.outputs[0].float().mean())
+            del given
         finally:
             self._live.performing = False
             context.apply(self._engine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections import Counter
 from enum import Enum, auto
 from typing import Any
@@ -58,8 +59,7 @@ class Script:
         """When that one made its first call, in seconds since 1970."""
         self.whole = True
         """Whether it goes through all steps."""
-        self.forwards: list[Forward] = []
-        """Forward passes that no backward pass has gone through yet."""
+        self._forwards: list[weakref.ref[Forward]] = []
         self.touched = False
         """Whether its newest `backward` has come to what was answered from the record."""
         self.results = Results()
@@ -79,7 +79,7 @@ class Script:
         """It makes its first call: what came before was start-up."""
         self.phase = Phase.BEGINNING
         rng.find(scripts(self.engine.module))
-        self.module = ModuleState(self.engine.module, inner_optimizer(self.engine))
+        self.module = ModuleState(self.engine.module, inner_optimizer(self.engine), self.engine.lr_scheduler)
         self.kept = Kept.capture()
         self.began_at, self.since = self.engine.global_steps, time.time()
         self.first = self.began_at
@@ -99,6 +99,16 @@ class Script:
     def counted(self) -> dict[str, int]:
         """How many calls of each kind there were since the newest step."""
         return dict(self._counted)
+
+    @property
+    def forwards(self) -> list[Forward]:
+        """Forward passes that no backward pass has gone through yet, and one still can."""
+        found = [call for reference in self._forwards if (call := reference()) is not None]
+        return [call for call in found if call.boundary is not None]
+
+    @forwards.setter
+    def forwards(self, calls: list[Forward]) -> None:
+        self._forwards = [weakref.ref(call) for call in calls]
 
     def goes_to(self, position: int, counted: dict[str, int]) -> None:
         """It is where another was that had counted so many calls."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+
 from ft_deepspeed.calls import Call
 
 
@@ -11,24 +14,30 @@ class Tape:
     def __init__(self, covered: int = 0) -> None:
         self.covered = covered
         """The oldest version from which it does."""
-        self._calls: list[Call] = []
+        self._calls: list[Callable[[], Call | None]] = []
 
     def record(self, call: Call) -> None:
         """It was made, and has had its effect."""
-        self._calls.append(call)
+        self._calls.append(lambda: call)
+
+    def record_while_there(self, call: Call) -> None:
+        """It was made, and has an effect if something goes on from it: the script, or another call."""
+        self._calls.append(weakref.ref(call))
 
     def since(self, version: int) -> list[Call]:
         """The calls that lead on from `version`."""
-        return [call for call in self._calls if call.version >= version]
+        return [call for found in self._calls if (call := found()) is not None and call.version >= version]
 
     def count(self, version: int, kind: str) -> int:
         """How many of a kind were made in the step after `version`."""
-        return sum(call.version == version and call.kind == kind for call in self._calls)
+        return sum(call.version == version and call.kind == kind for call in self.since(version))
 
     def forget_before(self, version: int) -> None:
         """No recovery goes back further."""
         self.covered = max(self.covered, version)
-        self._calls = self.since(self.covered)
+        self._calls[:] = [
+            found for found in self._calls if (call := found()) is not None and call.version >= self.covered
+        ]
 
     def objection(self, version: int, interrupted: Call | None) -> str:
         """Why nobody gets from `version` to where the script is, through the call that was interrupted."""

@@ -137,7 +137,7 @@ class LoopState(Adapter):
         """The script is about to train."""
         rng.find(scripts(self._engine.module))
         self._module, self._kept = (
-            ModuleState(self._engine.module, inner_optimizer(self._engine)),
+            ModuleState(self._engine.module, inner_optimizer(self._engine), self._engine.lr_scheduler),
             Kept.capture(),
         )
         self._state.compare()

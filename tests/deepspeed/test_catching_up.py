@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from ft_deepspeed.calls import Step
 from ft_deepspeed.catch_up import CatchUp
 from ft_deepspeed.newcomer import Newcomer
 from ft_deepspeed.results import Results
 from ft_deepspeed.script import Script
+from ft_deepspeed.unknown import DECIDES, Unknown
 
 
 def test_how_far_it_is_is_said_after_a_while_and_then_ever_more_seldom(
@@ -36,6 +41,14 @@ def ignored(_: Any) -> None:
     pass
 
 
+class RefusedError(Exception):
+    """The script cannot get where the others are."""
+
+
+def refused(why: str) -> None:
+    raise RefusedError(why)
+
+
 class Adapter:
     """With counters that a restore replaces."""
 
@@ -55,6 +68,9 @@ class Adapter:
     def settle(self, envelope: Any) -> None:
         self.at = envelope["at"]
 
+    def passed(self) -> None:
+        pass
+
 
 @pytest.fixture
 def adapter() -> Adapter:
@@ -65,7 +81,7 @@ def adapter() -> Adapter:
 def newcomer(adapter: Adapter) -> Iterator[Newcomer]:
     """Its script has done 5 of 9 steps when the first failure comes."""
     overlay = SimpleNamespace(passes=lambda: None)
-    in_place = SimpleNamespace(passed=lambda: None)
+    in_place = SimpleNamespace(passed=lambda: None, reached=ignored, cannot_pass=refused)
     session: Any = SimpleNamespace(protecting=False, overlay=overlay, in_place=in_place)
     script: Any = object.__new__(Script)
     script.engine, script.session, script.position, script._counted = None, session, 5, Counter()
@@ -103,3 +119,56 @@ def test_where_the_script_is_then_is_where_it_is_later(newcomer: Newcomer, adapt
     adapter.at = "where the engine is"
     newcomer.follow(9)
     assert adapter.at == "further on"
+
+
+class BySamples:
+    """Has to be told how many there were, as Megatron's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.samples = optimizer, 0
+
+    def step(self, increment: int) -> None:
+        self.samples += increment
+        self.optimizer.param_groups[0]["lr"] = 1.0 / (1 + self.samples)
+
+
+def passes(newcomer: Newcomer, make: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """The learning rate after a step whose call of `engine.step` is answered."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    engine: Any = SimpleNamespace(
+        lr_scheduler=make(optimizer),
+        optimizer=SimpleNamespace(),
+        device=torch.device("cpu"),
+        train_batch_size=lambda: 8,
+        is_gradient_accumulation_boundary=lambda: True,
+    )
+    script = newcomer._script
+    newcomer._engine = script.engine = engine
+    script.dealing, script.results = None, Results()
+    script.results.record_norm(5, SimpleNamespace(_global_grad_norm=None))
+    newcomer.answer(Step(engine, None, args, kwargs))
+    assert script.position == 6
+    rate: float = optimizer.param_groups[0]["lr"]
+    return rate
+
+
+PLATEAU = functools.partial(ReduceLROnPlateau, factor=0.5, patience=0, threshold=0.0)
+
+
+def test_a_schedule_of_a_step_that_is_passed_is_given_what_it_was_given(newcomer: Newcomer) -> None:
+    def worse(optimizer: Any) -> ReduceLROnPlateau:
+        found = PLATEAU(optimizer)
+        found.step(1.0)
+        return found
+
+    assert passes(newcomer, worse, (), {"lr_kwargs": {"metrics": 2.0}}) == 0.5
+    newcomer._script.position = 5
+    assert passes(newcomer, worse, ({"metrics": 0.5},), {}) == 1.0
+    newcomer._script.position = 5
+    assert passes(newcomer, BySamples, (), {}) == 1.0 / 9
+
+
+def test_a_schedule_that_goes_by_what_is_not_known_is_refused(newcomer: Newcomer) -> None:
+    metrics = Unknown.made(2.0, 5, refused)  # type: ignore[arg-type]
+    with pytest.raises(RefusedError, match=DECIDES):
+        passes(newcomer, PLATEAU, (), {"lr_kwargs": {"metrics": metrics}})

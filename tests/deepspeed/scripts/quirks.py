@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections import Counter, defaultdict, deque
 from pathlib import Path
 
 import numpy as np
@@ -32,27 +33,48 @@ args = parser.parse_args()
 GENERATOR = np.random.default_rng(3)
 
 
+class Scale(torch.nn.Module):
+    """By what the model counts in a dictionary that both have."""
+
+    def __init__(self, shared: dict[str, int]) -> None:
+        super().__init__()
+        self.shared = shared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + 0.01 * self.shared["passes"])
+
+
 class Model(torch.nn.Module):
     """Whose passes change its attributes, and draw from all generators there are."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(3))
-        self.calls, self.longest, self.temperature = 0, 0, 1.0
+        self.calls, self.longest, self.temperature, self.training_steps = 0, 0, 1.0, 0
+        self.shared, self.sizes, self.newest = {"passes": 0}, Counter(), deque([0.0], 3)
+        self.scale, self.by_size = Scale(self.shared), defaultdict(int)
         self.register_buffer("mean", torch.zeros(()), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
+        self.training_steps += self.training
+        self.shared["passes"] += 1
+        self.sizes.update([len(x)])
+        self.by_size[len(x)] += 1
+        self.newest.append(0.1 * self.by_size[len(x)] + self.sizes[4])
         self.longest = max(self.longest, len(x))
         for layer in self.layers:
             if np.random.rand() + random.random() + GENERATOR.random() > 0.9:
                 x = torch.tanh(layer(x))
         self.mean.mul_(0.9).add_(0.1 * x.detach().mean())
+        x = self.scale(x) * (1 + 1e-3 * (sum(self.newest) + self.training_steps))
         return (x - self.mean) * (1 + 0.01 * self.calls) / self.longest / self.temperature
 
 
 class Warmup(torch.optim.lr_scheduler.LRScheduler):
-    """With another schedule, and a set, in its state."""
+    """With another schedule, and a set, in its state. It goes by the loss."""
+
+    loss = 0.0
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.after = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
@@ -61,7 +83,12 @@ class Warmup(torch.optim.lr_scheduler.LRScheduler):
 
     def get_lr(self) -> list[float]:
         self.after.step()
-        return [lr * 0.5 ** (self.last_epoch in self.milestones) for lr in self.after.get_last_lr()]
+        factor = 0.5 ** (self.last_epoch in self.milestones) / (1 + self.loss)
+        return [lr * factor for lr in self.after.get_last_lr()]
+
+    def step(self, loss: float = 0.0) -> None:
+        self.loss = loss
+        super().step()
 
 
 deepspeed.init_distributed()
@@ -101,15 +128,18 @@ for step in range(1, args.train_iters + 1):
         drawn = torch.Generator().manual_seed(int(order[(step * gas + micro) % 64]) + rank)
         size = 9 if step == 2 else 4
         x, y = torch.randn(size, 16, generator=drawn), torch.randn(size, 16, generator=drawn)
+        engine.train(micro > 0)  # not that it matters
         loss = (engine(x.to(engine.device)).float() - y.to(engine.device)).square().mean()
         if args.gradients:
             loss = loss + 1e-3 * sum(p.square().sum() for p in model.parameters())
         returned += engine.backward(loss).item()
         if args.gradients:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        engine.step()
+        engine.step(lr_kwargs={"loss": loss.item()})
         if engine.was_step_applied():
             schedule.step()
+    engine.eval()
+    float(engine(torch.ones(2, 16, device=engine.device)).mean())  # a validation that leaves a graph
     samples = max(samples, engine.global_samples)
     everybody = [None] * dist.get_world_size()
     dist.all_gather_object(everybody, [loss.item(), returned, schedule.get_last_lr()[0]])

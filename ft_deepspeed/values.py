@@ -1,0 +1,336 @@
+"""Values of attributes, taken as plain data and put back into the objects that had them.
+
+Others may have such an object as well, as two modules have one dictionary that the first writes and the
+second reads. So what is put back goes into it: in the process where it was taken into the very object, in
+another one into what the script has made there by the time training begins. What several attributes share
+they share afterwards, too.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+Path = tuple[Any, ...]
+"""The name of an attribute, and the keys that lead on from there."""
+
+MISSING = object()
+FIXED = frozenset({type(None), bool, int, float, str})
+_PLAIN = (type(None), bool, int, float, str, np.integer, np.float16, np.float32)
+_LARGEST = 1 << 20
+"""Bytes of a tensor that is looked after. A larger one is a table: it is made, and not added to."""
+_MANY = 64
+"""Entries of a container."""
+_DEEPEST = 6
+
+_CONTAINERS: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (OrderedDict, Counter, defaultdict, dict, deque, list, torch.Size, tuple, set, frozenset)
+}
+"""A container is of the first kind here that it is an instance of."""
+_MAPPINGS = ("OrderedDict", "Counter", "defaultdict", "dict")
+_UNCHANGING = ("Size", "tuple", "frozenset")
+_OBJECT, _TENSOR = "object", "tensor"
+_NEVER = (type, torch.nn.Module, torch.optim.Optimizer, *_CONTAINERS.values())
+"""What is no object of plain data, though it may be a dataclass. A model's outputs are containers besides."""
+_FACTORIES = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set)}
+
+_KIND, _PARTS, _MORE, _FIELDS, _SAME = "ft/kind", "ft/parts", "ft/more", "ft/fields", "ft/same"
+_OWN = "own"
+"""The class, or a function that it needs, is the script's own."""
+LEFT = {_KIND: "left"}
+"""Stands for a value that is not plain any more, as it has grown: it is left alone, whatever it was."""
+
+
+def is_kept(value: Any) -> bool:
+    """Whether it is a tensor that belongs to no pass."""
+    return (
+        isinstance(value, torch.Tensor)
+        and not isinstance(value, torch.nn.Parameter)
+        and value.grad_fn is None
+        and value.device.type != "meta"
+        and value.nbytes <= _LARGEST
+    )
+
+
+def is_plain(value: Any, depth: int = 0) -> bool:
+    """Whether it can be taken: a number, text, a small tensor, or a few of those in whatever containers."""
+    if isinstance(value, _PLAIN):
+        return True
+    if isinstance(value, torch.Tensor):
+        return is_kept(value)
+    if (kind := _kind(value)) is None or depth == _DEEPEST:
+        return False
+    parts, fields = _parts(value, kind), _fields(value, kind)
+    if max(len(parts), len(fields)) > _MANY:
+        return False
+    keys = [key for key, _ in parts] if kind in _MAPPINGS else []
+    return all(is_plain(part, depth + 1) for part in [*keys, *(part for _, part in parts), *fields.values()])
+
+
+class Look:
+    """All values at one time."""
+
+    def __init__(self, before: Look | None = None) -> None:
+        """`before`: the one before, whose copies of tensors that have not changed are taken over."""
+        self.objects: dict[Path, Any] = {}
+        """The object that was at each path, once."""
+        self._paths: dict[int, Path] = {}
+        """By its identity: where it was met first."""
+        self._others: set[int] = set()
+        """Objects that were found not to be plain; many modules have the same one."""
+        self._before = before._copies if before is not None else {}
+        self._copies: dict[Path, tuple[torch.Tensor, int, Any]] = {}
+
+    def taken(self, value: Any, path: Path) -> Any:
+        """What is there as plain data, which nobody changes any more; MISSING where it is not plain."""
+        if id(value) in self._others:
+            return MISSING
+        if id(value) not in self._paths and not is_plain(value):
+            self._others.add(id(value))
+            return MISSING
+        return self._take(value, path)
+
+    def _take(self, value: Any, path: Path) -> Any:
+        if type(value) in FIXED:
+            return value
+        if isinstance(value, np.generic):
+            return {_KIND: "number", _PARTS: value.item(), _MORE: value.dtype.str}
+        if (kind := _TENSOR if isinstance(value, torch.Tensor) else _kind(value)) is None:
+            return value
+        if kind not in _UNCHANGING and (first := self._paths.setdefault(id(value), path)) is not path:
+            return {_SAME: [*first]}
+        self.objects[path] = value
+        if kind == _TENSOR:
+            return self._tensor(value, path)
+        taken = [(key, self._take(part, (*path, key))) for key, part in _parts(value, kind)]
+        parts = dict(taken) if kind in _MAPPINGS else [part for _, part in taken]
+        if type(value) is dict or type(value) is list:
+            return parts
+        if type(value) is tuple:
+            return tuple(parts)
+        fields = _fields(value, kind)
+        return {
+            _KIND: kind,
+            _PARTS: parts,
+            _MORE: _more(value, kind),
+            _FIELDS: {name: self._take(part, (*path, _FIELDS, name)) for name, part in fields.items()},
+        }
+
+    def _tensor(self, value: torch.Tensor, path: Path) -> Any:
+        seen, version, taken = self._before.get(path, (None, 0, None))
+        inference = value.is_inference()  # nobody counts what is written to it
+        if inference or seen is not value or version != value._version:
+            copied, device = value.detach().clone(), value.device.type
+            taken = copied if device == "cpu" else {_KIND: _TENSOR, _PARTS: copied, _MORE: device}
+        if not inference:
+            self._copies[path] = value, value._version, taken
+        return taken
+
+
+class Giving:
+    """Puts back all values of one time."""
+
+    def __init__(self, objects: Mapping[Path, Any], first: Mapping[Path, Any], other: Callable[[Any], Any]):
+        """`objects`: what was where they were taken, empty in another process. `first`: what was here when
+        training began. `other`: gives what belongs to another attribute, by its name, if it is not there."""
+        self._objects, self._first, self._other = objects, first, other
+        self._given: dict[Path, Any] = {}
+        self._used: set[int] = set()
+
+    def give(self, state: Any, path: Path, here: Any) -> Any:
+        """What belongs there. `state`: what `Look.taken` returned; `here`: what is there now, or MISSING.
+
+        Raises LookupError where the script alone could make it.
+        """
+        if isinstance(state, torch.Tensor):
+            return self._give_tensor(state, None, path, here)
+        if isinstance(state, (list, tuple)):
+            return self._give_container(type(state).__name__, state, None, {}, path, here)
+        if not isinstance(state, dict):
+            return state
+        if _SAME in state:
+            first = tuple(state[_SAME])
+            if first not in self._given:
+                self._other(first[0])
+            return self._given[first]
+        if _KIND not in state:
+            return self._give_container("dict", state, None, {}, path, here)
+        kind, parts, more = state[_KIND], state[_PARTS], state[_MORE]
+        if kind == "number":
+            return np.dtype(more).type(parts)
+        if kind == _TENSOR:
+            return self._give_tensor(parts, more, path, here)
+        return self._give_container(kind, parts, more, state[_FIELDS], path, here)
+
+    def _give_tensor(self, state: torch.Tensor, device: str | None, path: Path, here: Any) -> torch.Tensor:
+        like = here if isinstance(here, torch.Tensor) else self._first.get(path)
+        if not isinstance(like, torch.Tensor):
+            like = None
+        found = self._object(path, here, _TENSOR)
+        if (
+            found is None
+            or found.shape != state.shape
+            or found.dtype != state.dtype
+            or (found.is_inference() and not torch.is_inference_mode_enabled())
+        ):
+            found = state.to(like.device if like is not None else torch.device(device or "cpu"), copy=True)
+        elif not torch.equal(found, state.to(found.device)):
+            with torch.no_grad():
+                found.copy_(state)
+        self._given[path] = found
+        return found
+
+    def _give_container(
+        self, kind: str, state: Any, more: Any, fields: dict[str, Any], path: Path, here: Any
+    ) -> Any:
+        like = next((x for x in (here, self._first.get(path)) if _kind(x) == kind), None)
+        live = dict(_parts(here, kind)) if _kind(here) == kind else {}
+        space = _fields(here, kind) if _kind(here) == kind else {}
+        found = self._object(path, here, kind)
+        if found is None and kind not in _UNCHANGING:
+            found = _made(kind, more, like)
+        if kind not in _UNCHANGING:
+            self._given[path] = found
+        items = list(state.items()) if kind in _MAPPINGS else list(enumerate(state))
+        parts = [(key, self.give(part, (*path, key), live.get(key, MISSING))) for key, part in items]
+        if kind in _UNCHANGING:
+            if found is not None and _alike(_parts(found, kind), parts):
+                return found
+            return _unchanging(kind, more, [part for _, part in parts], like)
+        _fill(found, kind, parts)
+        given = {
+            name: self.give(part, (*path, _FIELDS, name), space.get(name, MISSING))
+            for name, part in fields.items()
+        }
+        _set_fields(found, kind, given)
+        return found
+
+    def _object(self, path: Path, here: Any, kind: str) -> Any:
+        """The one that was there, unless something else has it by now; None: there is none."""
+        found = self._objects.get(path)
+        if found is None and here is self._first.get(path) and not _is_frozen(here):
+            found = here
+        has = _TENSOR if isinstance(found, torch.Tensor) else _kind(found)
+        if has != kind or id(found) in self._used:
+            return None
+        if kind not in _UNCHANGING:
+            self._used.add(id(found))
+        return found
+
+
+def _kind(value: Any) -> str | None:
+    if isinstance(value, SimpleNamespace) or dataclasses.is_dataclass(value):
+        return None if isinstance(value, _NEVER) else _OBJECT
+    return next((name for name, kind in _CONTAINERS.items() if isinstance(value, kind)), None)
+
+
+def _is_frozen(value: Any) -> bool:
+    """Whether it is a dataclass that is made anew for each change, so that others have the old one."""
+    return bool(getattr(getattr(value, "__dataclass_params__", None), "frozen", False))
+
+
+def _parts(value: Any, kind: str) -> list[tuple[Any, Any]]:
+    """What is in it, by key. As the kind has it, whatever a class of the script's own makes of that."""
+    if kind == _OBJECT:
+        return []
+    if kind in _MAPPINGS:
+        return list(_CONTAINERS[kind].items(value))
+    return list(enumerate(_CONTAINERS[kind].__iter__(value)))
+
+
+def _fields(value: Any, kind: str) -> dict[str, Any]:
+    """Its own attributes."""
+    space = getattr(value, "__dict__", None)
+    if space is value:  # a dictionary whose entries are its attributes
+        return {}
+    found = dict(space or {})
+    if kind == _OBJECT and dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value) if field.name not in found]
+        found |= {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return found
+
+
+def _set_fields(target: Any, kind: str, fields: dict[str, Any]) -> None:
+    before = _fields(target, kind)
+    for name in before.keys() - fields.keys():
+        object.__delattr__(target, name)
+    for name, value in fields.items():
+        if before.get(name, MISSING) is not value:
+            object.__setattr__(target, name, value)
+
+
+def _more(value: Any, kind: str) -> Any:
+    """What one has to know to make another."""
+    if type(value) is not _CONTAINERS.get(kind):
+        return _OWN
+    if kind == "deque":
+        return value.maxlen
+    if kind == "defaultdict":
+        factory = value.default_factory
+        name = getattr(factory, "__name__", None)
+        return name if factory is _FACTORIES.get(name or "") else _OWN
+    return None
+
+
+def _made(kind: str, more: Any, like: Any) -> Any:
+    """An object of that kind, to be filled."""
+    if like is not None:
+        return copy.copy(like)
+    if more == _OWN:
+        raise LookupError(f"a {kind} of the script's own")
+    if kind == "deque":
+        return deque(maxlen=more)
+    if kind == "defaultdict":
+        return defaultdict(_FACTORIES.get(more))
+    return _CONTAINERS[kind]()
+
+
+def _unchanging(kind: str, more: Any, parts: list[Any], like: Any) -> Any:
+    if like is None and more == _OWN:
+        raise LookupError(f"a {kind} of the script's own")
+    of = type(like) if like is not None else _CONTAINERS[kind]
+    return getattr(of, "_make", of)(parts)
+
+
+def _fill(target: Any, kind: str, parts: list[tuple[Any, Any]]) -> None:
+    if kind == _OBJECT or _alike(_parts(target, kind), parts):
+        return
+    of = _CONTAINERS[kind]
+    of.clear(target)
+    if kind in _MAPPINGS:
+        for key, part in parts:
+            of.__setitem__(target, key, part)
+    elif kind == "set":
+        of.update(target, [part for _, part in parts])
+    else:
+        of.extend(target, [part for _, part in parts])
+
+
+def _alike(one: list[tuple[Any, Any]], other: list[tuple[Any, Any]]) -> bool:
+    pairs = zip(one, other, strict=False)
+    return len(one) == len(other) and all(k is m and v is w for (k, v), (m, w) in pairs)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two have the same content, as they were taken."""
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        return torch.equal(one, other.to(one.device))
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return [*one] == [*other] and all(map(same, one.values(), other.values()))
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)

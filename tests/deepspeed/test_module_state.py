@@ -1,0 +1,341 @@
+"""What a model keeps in attributes, on a survivor whose pass is made again and on a newcomer."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import re
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from ft_core.state import envelope
+from ft_deepspeed import schedule, values
+from ft_deepspeed.module_state import _DEEPSPEED, ModuleState
+
+
+def carried(changed: dict[str, Any]) -> dict[str, Any]:
+    """As a newcomer has it."""
+    found: dict[str, Any] = envelope.decode(envelope.encode(changed))
+    return found
+
+
+def undisturbed_survivor_newcomer(make: Callable[[], Any]) -> tuple[Any, Any, Any]:
+    """Models after five passes; the third was interrupted. A newcomer's has made the last two alone."""
+    undisturbed, survivor, newcomer = make(), make(), make()
+    state, theirs = ModuleState(survivor), ModuleState(newcomer)
+    for _ in range(5):
+        undisturbed()
+    for _ in range(2):
+        survivor()
+    before = state.capture()
+    survivor()  # interrupted
+    state.restore(before)
+    survivor()
+    theirs.restore(carried(state.capture()))
+    for _ in range(2):
+        survivor(), newcomer()
+    return undisturbed, survivor, newcomer
+
+
+class Reader(torch.nn.Module):
+    def __init__(self, shared: Any) -> None:
+        super().__init__()
+        self.shared = shared
+
+
+class Model(torch.nn.Module):
+    """Shares an object with one of its layers, and changes it in each pass."""
+
+    def __init__(self, kept: Any, change: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.kept, self.change = kept, change
+        self.reader = Reader(kept)
+
+    def forward(self) -> None:
+        self.change(self.kept)
+
+
+@dataclass
+class Seen:
+    tokens: int = 0
+    losses: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Slots:
+    tokens: int = 0
+
+
+class Lines(list[int]):
+    most = 3
+
+
+class Space(dict[str, Any]):
+    """Entries are attributes as well."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        self[name] = value
+
+
+def space() -> Space:
+    found = Space()
+    found.step = 0
+    return found
+
+
+def more(kept: Any) -> None:
+    kept.tokens += 4
+
+
+def appended(kept: Seen) -> None:
+    kept.tokens += 4
+    kept.losses.append(0.5 * kept.tokens)
+
+
+def three() -> int:
+    return 3
+
+
+def step(kept: Any) -> None:
+    kept["step"] += 1
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda: {"step": 0}, step),
+        (lambda: [0], lambda kept: kept.append(len(kept))),
+        (Counter, lambda kept: kept.update({"tokens": 1, len(kept): 2})),
+        (lambda: defaultdict(int), lambda kept: kept.__setitem__(len(kept), kept["new"] + 1)),
+        (lambda: defaultdict(three), lambda kept: kept.__setitem__(len(kept), kept["new"] + 1)),
+        (lambda: OrderedDict(a=1, b=2), lambda kept: kept.move_to_end(next(iter(kept)))),
+        (lambda: deque([0], 3), lambda kept: kept.append(kept[-1] + 1)),
+        (set, lambda kept: kept.add(len(kept))),
+        (Lines, lambda kept: kept.append(len(kept))),
+        (space, lambda kept: setattr(kept, "step", kept.step + 1)),
+        (Seen, appended),
+        (Slots, more),
+        (lambda: SimpleNamespace(tokens=np.float32(0.1)), more),
+        (
+            lambda: {"all": [defaultdict(list), (torch.zeros(2), deque([1]))]},
+            lambda kept: (
+                kept["all"][0]["new"].append(1),
+                kept["all"][1][0].add_(1),
+                kept["all"][1][1].append(2),
+            ),
+        ),
+    ],
+)
+def test_containers_are_what_they_were_and_those_that_share_one_still_do(make: Any, change: Any) -> None:
+    undisturbed, survivor, newcomer = undisturbed_survivor_newcomer(lambda: Model(make(), change))
+    for model in (survivor, newcomer):
+        assert type(model.kept) is type(undisturbed.kept)
+        assert repr(model.kept) == repr(undisturbed.kept)
+        assert model.reader.shared is model.kept
+        assert getattr(model.kept, "__dict__", None) == getattr(undisturbed.kept, "__dict__", None)
+
+
+def test_what_the_script_holds_itself_is_the_models_still() -> None:
+    shared = {"step": 0, "own": [1]}
+    own = shared["own"]
+    model = Model(shared, step)
+    state = ModuleState(model)
+    before = state.capture()
+    model()
+    own.append(2)
+    state.restore(carried(before))
+    assert model.kept is shared and shared == {"step": 0, "own": [1]} and shared["own"] is own
+
+
+class Point(NamedTuple):
+    at: int
+    loss: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Best:
+    at: int
+
+
+@pytest.mark.parametrize(
+    ("first", "change"),
+    [
+        ({"at": 0}, lambda kept: {"at": kept["at"] + 1}),
+        ([0], lambda kept: [kept[0] + 1]),
+        (torch.zeros(1), lambda kept: kept + 1),
+        (Point(0, torch.zeros(1)), lambda kept: Point(kept.at + 1, kept.loss + 1)),
+        (Best(0), lambda kept: replace(kept, at=kept.at + 1)),
+    ],
+)
+def test_what_a_pass_makes_anew_leaves_the_older_ones_as_they_were(first: Any, change: Any) -> None:
+    """The script has a list of them: what is put back is put back into none that it was not in."""
+    model = Model(copy.deepcopy(first), change)
+    state, found = ModuleState(model), [model.kept]
+    captured = [state.capture()]
+    for _ in range(3):
+        model.kept = change(model.kept)
+        found.append(model.kept)
+        captured.append(state.capture())
+    texts = [repr(kept) for kept in found]
+    state.restore(carried(captured[1]))  # a version
+    assert repr(model.kept) == texts[1] and type(model.kept) is type(first)
+    for at in (1, 2, 3):  # the calls since then
+        state.restore(captured[at])
+        assert model.kept is found[at]
+    assert [repr(kept) for kept in found] == texts
+
+
+class Later(torch.nn.Module):
+    """Its first pass makes what it keeps, and gives it to its layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reader = Reader(None)
+
+    def forward(self) -> None:
+        if not hasattr(self, "seen"):
+            self.seen = self.reader.shared = defaultdict(int)
+            self.count = 0
+        self.count += 1
+        self.seen[self.count] += 1
+
+
+def test_what_the_first_pass_makes() -> None:
+    undisturbed, survivor, newcomer = undisturbed_survivor_newcomer(Later)
+    for model in (survivor, newcomer):
+        assert (model.count, model.seen) == (undisturbed.count, undisturbed.seen)
+        assert model.reader.shared is model.seen and model.seen["new"] == 0
+
+
+def test_a_first_pass_that_is_made_again() -> None:
+    model = Later()
+    state = ModuleState(model)
+    before = state.capture()
+    model()
+    state.restore(before)
+    assert not hasattr(model, "count")
+    model()
+    assert model.count == 1
+
+
+class Optimizer(torch.optim.SGD):
+    def __init__(self, params: Any, shared: dict[str, int]) -> None:
+        super().__init__(params, lr=0.1)
+        self.shared = shared
+
+
+class Schedule(torch.optim.lr_scheduler.LRScheduler):
+    def __init__(self, optimizer: torch.optim.Optimizer, shared: dict[str, int]) -> None:
+        self.shared = shared
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        return [0.1 / (1 + self.shared["step"])]
+
+
+def test_what_a_model_shares_with_its_optimizer_and_schedule() -> None:
+    def made() -> tuple[Model, Optimizer, Schedule, ModuleState]:
+        shared = {"step": 0}
+        model = Model(shared, step)
+        optimizer = Optimizer([torch.nn.Parameter(torch.zeros(1))], shared)
+        follows = Schedule(optimizer, shared)
+        return model, optimizer, follows, ModuleState(model, optimizer, follows)
+
+    model, _, follows, state = made()
+    model()
+    saved = carried({"module": state.capture(), "schedule": schedule.capture(follows)})
+    for each, optimizer, theirs, found in ((model, _, follows, state), made()):
+        schedule.restore(theirs, saved["schedule"])
+        found.restore(saved["module"])
+        each()
+        assert theirs.shared is optimizer.shared is each.kept is each.reader.shared
+        assert theirs.get_lr() == [0.1 / 3]
+
+
+class Named(torch.nn.Module):
+    """Counts by names that begin as those of torch and DeepSpeed do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.training_steps = self.applied_noise = self.ds_calls = self._dsa = 0
+
+    def forward(self) -> None:
+        self.training_steps += 1
+        self.applied_noise += 2
+        self.ds_calls += 3
+        self._dsa += 4
+
+
+def test_names_that_begin_as_others_do_are_the_models_own() -> None:
+    for model in undisturbed_survivor_newcomer(Named):
+        assert (model.training_steps, model.applied_noise, model.ds_calls, model._dsa) == (5, 10, 15, 20)
+
+
+class Counting(torch.optim.SGD):
+    def __init__(self) -> None:
+        super().__init__([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        self._step = self.state_changes = 0
+
+    def step(self, closure: Any = None) -> None:
+        self._step += 1
+        self.state_changes += 2
+        super().step()
+
+
+def test_names_of_an_optimizer_of_the_scripts_own_that_begin_as_torchs_do() -> None:
+    optimizer, other = Counting(), Counting()
+    state = ModuleState(torch.nn.Linear(1, 1), optimizer)
+    theirs = ModuleState(torch.nn.Linear(1, 1), other)
+    optimizer.step()
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: 0.9**at)
+    before = state.capture()
+    assert before == {"optimizer._step": 1, "optimizer.state_changes": 2}
+    optimizer.step()
+    for found, each in ((state, optimizer), (theirs, other)):
+        found.restore(carried(before))
+        assert (each._step, each.state_changes) == (1, 2)
+
+
+def test_all_that_the_installed_deepspeed_gives_modules_is_known() -> None:
+    package = importlib.util.find_spec("deepspeed")
+    if package is None or package.origin is None:
+        pytest.skip("DeepSpeed is not installed")
+    sets = re.compile(r"\b(?:sub_?)?module\.(\w+) *[-+]?= ")
+    found: set[str] = set()
+    for name in ("parameter_offload.py", "partition_parameters.py", "partitioned_param_coordinator.py"):
+        found |= {*sets.findall((Path(package.origin).parent / "runtime" / "zero" / name).read_text())}
+    assert "ds_id" in found
+    assert found - {"_parameters"} <= _DEEPSPEED
+
+
+def test_what_cannot_be_taken_any_more_is_left_as_it_is() -> None:
+    """A list that has grown, or has what a pass computes: it is not what it was in the beginning."""
+    kept: list[Any] = [0]
+    model = Model(kept, lambda kept: kept.append(len(kept)))
+    state = ModuleState(model)
+    for _ in range(100):
+        model()
+    before = state.capture()
+    for changed in (before, carried(before)):
+        state.restore(changed)
+        assert model.kept is kept and kept == list(range(101))
+
+
+def test_what_many_modules_have_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = Seen()
+    model = torch.nn.ModuleList(Reader(shared) for _ in range(50))
+    state = ModuleState(model)
+    looked, is_plain = [], values.is_plain
+    monkeypatch.setattr(values, "is_plain", lambda *args: looked.append(args) or is_plain(*args))
+    shared.tokens = 1
+    assert [*state.capture()] == ["0.shared"]
+    assert len([value for value, *_ in looked if value is shared]) == 1
