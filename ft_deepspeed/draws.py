@@ -23,8 +23,8 @@ KEPT = 4
 DRAWS = 16
 """The script's own draws that are kept. There may be twice as many until some are dropped."""
 ALIKE = 4
-"""Of those that draw as much from the same generators (the noise of each step, the order of each epoch), the
-newest are kept as long as there is room: of older ones little is left in what it does."""
+"""Draws of as much from the same generators (the noise of each step, the order of each epoch) of which the
+newest are kept as long as there is room: of older ones little is left in what the script does."""
 
 States = dict[str, dict[str, Any]]
 """By place in the script (after how many steps, and which one there) and generator."""
@@ -48,7 +48,7 @@ class Draws:
         self._begins: States = {}
         self._drawn: States = {}
         self._amounts: dict[str, dict[str, float]] = {}
-        """Of each of those, by generator, the logarithm of how much was drawn."""
+        """The logarithm of how much was drawn there, by generator."""
         self._returned: tuple[str, dict[str, Any]] | None = None
         """Where the newest call has returned to the script, and with which states."""
         self._left: dict[str, Any] | None = None

@@ -111,6 +111,12 @@ class MadeUp:
         """Read of losses, and finite."""
         self._sources: dict[int, StorageWeakRef] = {}
         """Memory of the engine's; by its number, which nothing else has as long as somebody refers to it."""
+        self._written: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        """What the script has written of the engine's memory on the way, and what was in there."""
+        self._data: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        """The memory that weights had, for a script that gives them other."""
+        self._not_restored: set[int] = set()
+        """What of the model's memory no version has: it is as the script writes it."""
         self._arrived: int | None = None
         """Where; None on the way there."""
         self._looked = 0
@@ -126,6 +132,12 @@ class MadeUp:
         """It passes steps over. `state`: tensors of the engine's, which are those of another step."""
         tensors = (*state, *self._model.parameters(), *self._model.buffers())
         self._sources = {storage_of(t): StorageWeakRef(t.untyped_storage()) for t in tensors if storage_of(t)}
+        modules = self._model.modules()
+        hidden = ((m._buffers.get(name) for name in m._non_persistent_buffers_set) for m in modules)
+        self._not_restored = {storage_of(t) for found in hidden for t in found if t is not None}
+        self._written = {}
+        # In stage 3 they come and go by themselves.
+        self._data = [(p, p.data) for p in self._model.parameters() if not hasattr(p, "ds_id")]
         if not self._on:
             self._on = True
             self._replace()
@@ -155,8 +167,19 @@ class MadeUp:
             self._between = False
             self._leave()
 
+    def puts_back(self) -> None:
+        """Undo what the script has done to the engine's memory in steps that are done: the state that is
+        loaded there has it."""
+        for storage, before in self._written.values():
+            storage.copy_(before)
+        for parameter, data in self._data:
+            if storage_of(parameter) != storage_of(data):
+                parameter.data = data
+        self._written, self._data = {}, []
+
     def rests(self) -> None:
         """A recovery begins, in a call or between two."""
+        self.puts_back()
         self._rests = self._rests or self._between
         self.calls()
 
@@ -187,6 +210,7 @@ class MadeUp:
         """It is where the engine is."""
         if self._on:
             self._arrived = self._looked = self._position()
+            self._written, self._data = {}, []  # what it has written by now is its own
             self._look(self._arrived - YOUNG)
 
     def answered(self, result: Any) -> None:
@@ -214,25 +238,37 @@ class MadeUp:
     # -- operations ----------------------------------------------------------------------------
 
     def _operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if not self._on or self._place != (os.getpid(), threading.get_ident()):
+            return func(*args, **kwargs)
+        if not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)
+        written, read = _touched(func, args, kwargs)
+        if self._arrived is None:
+            self._save(written)
         result = func(*args, **kwargs)
-        if self._on and self._place == (os.getpid(), threading.get_ident()):
-            self._follow(func, args, kwargs, result)
+        self._follow(func, args, written, read, result)
         return result
 
-    def _follow(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        if not isinstance(func, torch._ops.OpOverload):
-            return
+    def _save(self, written: Iterable[torch.Tensor]) -> None:
+        """Before the engine's memory is written for the first time."""
+        for tensor in written:
+            at = storage_of(tensor)
+            if at in self._sources and at not in self._written and at not in self._not_restored:
+                storage = tensor.untyped_storage()
+                before = storage.clone() if storage.device.type == "cpu" else storage.cpu()
+                self._written[at] = storage, before
+
+    def _follow(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        written: Sequence[torch.Tensor],
+        read: Sequence[torch.Tensor],
+        result: Any,
+    ) -> None:
         packet, name = func.overloadpacket, func.overloadpacket.__name__
         if name.endswith("_like") or name.startswith("new_"):  # of a tensor it is given they need the shape
             return
-        written: list[torch.Tensor] = []
-        read: list[torch.Tensor] = []
-        uses = _uses(func)
-        ordered = zip(uses.values(), args, strict=False)
-        for (writes, reads), value in (*ordered, *((uses[n], v) for n, v in kwargs.items() if n in uses)):
-            tensors = list(tensors_of([value]))
-            written += tensors if writes else ()
-            read += tensors if reads else ()
         if (since := min((s for s in map(self._since, read) if s is not None), default=None)) is not None:
             if packet in _FINITE or (packet in _COMPARE and _is_finite(*args[:2])):
                 return
@@ -362,6 +398,21 @@ def _uses(func: Any) -> dict[str, tuple[bool, bool]]:
         overwrites = writes and (argument.is_out or func.overloadpacket in _OVERWRITE)
         found[argument.name] = writes, not overwrites
     return found
+
+
+def _touched(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What an operation writes, and what it reads."""
+    written: list[torch.Tensor] = []
+    read: list[torch.Tensor] = []
+    uses = _uses(func)
+    ordered = zip(uses.values(), args, strict=False)
+    for (writes, reads), value in (*ordered, *((uses[n], v) for n, v in kwargs.items() if n in uses)):
+        tensors = list(tensors_of([value]))
+        written += tensors if writes else ()
+        read += tensors if reads else ()
+    return written, read
 
 
 def _is_finite(one: Any, other: Any) -> bool:

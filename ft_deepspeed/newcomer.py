@@ -167,6 +167,7 @@ class Newcomer:
         if ends:
             self._passed_step(call.version, self._way)
             if script.position == until:
+                script.made_up.puts_back()  # before anything is done with it
                 if session.protecting:
                     self._go_live()
                 elif not self.passes_ahead():

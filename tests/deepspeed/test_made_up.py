@@ -32,6 +32,7 @@ class Newcomer:
     def __init__(self) -> None:
         self.model = torch.nn.Linear(3, 3)
         self.position = 0
+        self.state: list[torch.Tensor] = []
         self.made_up = MadeUp(self.model, lambda: self.position, self._refuse)
         self.made_up.passes([])
         self.made_up.returns()
@@ -58,6 +59,7 @@ class Newcomer:
         """Where the others are."""
         self.made_up.calls()
         self.position += 1
+        self.made_up.puts_back()
         self.made_up.arrives()
         self.made_up.returns()
 
@@ -219,3 +221,52 @@ def test_weights_that_the_script_reads_where_the_others_are_are_those(newcomer: 
     best = copy.deepcopy(newcomer.model.state_dict())
     newcomer.step(4)
     assert best["weight"].numpy().shape == (3, 3) and not newcomer.made_up._on
+
+
+def _merged(model: torch.nn.Linear, sign: float = 1.0) -> None:
+    model.weight.data = model.weight.data.clone() + sign * torch.ones(3, 3)
+
+
+WRITES = [
+    lambda n: n.model.weight.mul_(0.9),
+    lambda n: n.model.weight.data.add_(torch.randn(3, 3)),
+    lambda n: n.model.weight.data.copy_(torch.ones(3, 3)),
+    lambda n: torch.nn.init.zeros_(n.model.weight[1:]),
+    lambda n: n.model.load_state_dict({"weight": torch.zeros(3, 3), "bias": torch.zeros(3)}, strict=False),
+    lambda n: torch.add(n.model.bias, 1, out=n.model.bias.data),
+    lambda n: torch._foreach_mul_(list(n.model.parameters()), 0.5),
+    lambda n: _merged(n.model),
+    lambda n: n.state[0].zero_(),
+]
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("ends", ["arrives", "rests"])
+def test_what_the_script_writes_to_the_engines_memory_in_steps_that_are_done(
+    newcomer: Newcomer, write: Any, ends: str
+) -> None:
+    """The state that is loaded there has it."""
+    model, newcomer.state = newcomer.model, [torch.randn(4)]
+    model.register_buffer("mean", torch.zeros(2))
+    model.register_buffer("mask", torch.zeros(2), persistent=False)
+    newcomer.made_up.calls()
+    newcomer.made_up.passes(newcomer.state)
+    newcomer.made_up.returns()
+    kept = [*model.parameters(), model.mean, *newcomer.state]
+    with torch._C._DisableTorchDispatch():
+        loaded = [tensor.detach().clone() for tensor in kept]
+    memory = [tensor.data_ptr() for tensor in kept]
+    for _ in range(5):
+        with torch.no_grad():
+            write(newcomer)
+            model.mean.add_(1), model.mask.add_(1)
+        newcomer.step()
+    if ends == "rests":
+        newcomer.made_up.rests()
+    newcomer.arrives()
+    assert all(torch.equal(one, other) for one, other in zip(kept, loaded, strict=True))
+    assert [tensor.data_ptr() for tensor in kept] == memory
+    assert model.mask.tolist() == [5, 5]  # which no version has
+    with torch.no_grad():
+        write(newcomer)  # where the others do it, too
+    assert not all(torch.equal(one, other) for one, other in zip(kept, loaded, strict=True))
