@@ -17,6 +17,8 @@ CHANGED = "its script changes gradients between the engine's calls, so that must
 
 WRITTEN = "its script changes weights between the engine's calls, so that must run again"
 
+TORN = "its script has written weights, for the first time, while they were copied"
+
 _READ = 3
 """Backward passes after which gradients themselves are compared. What is written to `grad.data` leaves no
 other trace, and a script that does so does it from the beginning."""
@@ -83,6 +85,8 @@ class Weights:
         self._norms: torch.Tensor | None = None
         self._reads = _CALLS
         self._always = False
+        self.written = False
+        """Whether they have ever been."""
 
     def left(self) -> None:
         """A call has returned, and the script goes on."""
@@ -99,7 +103,14 @@ class Weights:
             return False
         if norms is not None and not torch.equal(norms, _norm(self._parameters)):
             self._always = True
-        return self._always or marks != [p._version for p in self._parameters]
+        found = self._always or marks != [p._version for p in self._parameters]
+        self.written = self.written or found
+        return found
+
+    @property
+    def may_be_written(self) -> bool:
+        """Whether the script is one that does so, or has yet to show whether it does."""
+        return bool(self._parameters) and (self.written or self._reads > 0)
 
 
 def _norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -14,7 +14,7 @@ from ft_core.patching import replaced
 from ft_deepspeed import counters, patched
 from ft_deepspeed.calls import RETURNED, Backward, Batch, Call, CannotRepeat, Direct, Forward, Load, Step
 from ft_deepspeed.context import Context
-from ft_deepspeed.gradients import CHANGED, WRITTEN, Gradients, Weights
+from ft_deepspeed.gradients import CHANGED, TORN, WRITTEN, Gradients, Weights
 from ft_deepspeed.protected_state import ProtectedState
 from ft_deepspeed.script import Script
 from ft_deepspeed.tape import Tape
@@ -42,6 +42,9 @@ class Live:
         """The script's call that is under way, or was interrupted."""
         self._between: Context | None = None
         """Where a failure has interrupted the script between two calls, as it left the engine."""
+        self._copied = self._torn = -1
+        """The version that was still copied when the script went on after its step; and of those the one in
+        which what the script has written since may be."""
         self._gradients: Gradients
         self._weights: Weights
 
@@ -54,6 +57,7 @@ class Live:
         """The script goes on from here, and calls that it has made before are of no use any more."""
         self._tape, self._script.forwards = Tape(self._script.position), []
         self._between = None
+        self._copied = self._torn = -1
 
     # -- a call ------------------------------------------------------------------------------------
 
@@ -71,6 +75,7 @@ class Live:
             call.again = call.again or CHANGED
         if self._weights.changed():
             call.again = call.again or WRITTEN
+            self._torn = max(self._torn, self._copied)
         self._pending = call
         result = self._persist(call)
         self._pending = None
@@ -82,6 +87,9 @@ class Live:
         if script.position != session.version:  # a step is complete here
             script.reached(session.version)
             self._tape.forget_before(session.oldest_version)
+            if self._weights.may_be_written:
+                session.end_copying()
+            self._copied = session.version if session.copying else -1
             session.point("between")
         return result
 
@@ -184,6 +192,8 @@ class Live:
 
     def objection(self, version: int) -> str:
         """Why this worker's script cannot get from `version` to where it is, if so."""
+        if version == self._torn:
+            self._session.in_place.cannot_pass(TORN)
         return self._tape.objection(version, self._pending)
 
     def redo(self, version: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -11,6 +11,8 @@ import torch
 from ft_core.errors import EpochChanged
 from ft_deepspeed.calls import Batch
 from ft_deepspeed.context import Context
+from ft_deepspeed.gradients import Weights
+from ft_deepspeed.live import Live
 from ft_deepspeed.module_state import ModuleState
 
 
@@ -134,3 +136,83 @@ def test_the_passes_by_which_a_pipeline_seeds_its_layers_are_kept() -> None:
     pipeline.micro_offset = 5
     state.restore(after)
     assert pipeline.micro_offset == 4
+
+
+class Refused(Exception):  # noqa: N818 - said of what is wanted
+    """With what was said."""
+
+
+class Steps:
+    """A script's steps in plain training, without what they compute."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.model = torch.nn.Linear(2, 2)
+        self.copying = False
+        """Whether a version is copied for longer than a step's call takes."""
+        self.version, self.oldest_version, self.in_place = 0, 0, SimpleNamespace(cannot_pass=self._refuse)
+        self.overlay = SimpleNamespace(end=lambda whole: None)
+        self.position = self.began_at = self.first = 0
+        self.whole, self.forwards = True, []
+        self.made_up = SimpleNamespace(given=lambda *given: None)
+        self.session = self
+        self.engine = SimpleNamespace(module=self.model, zero_optimization_stage=lambda: 0)
+        monkeypatch.setattr(Context, "capture", lambda engine: None)
+        self.live = Live(self, SimpleNamespace())  # type: ignore[arg-type]
+        self.live._gradients = SimpleNamespace(changed=lambda: False, left=lambda: None)  # type: ignore
+        self.live._weights = Weights(self.engine)
+        self.live._persist = self._made  # type: ignore[method-assign]
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise Refused(why)
+
+    def _made(self, call: Any) -> None:
+        self.version += 1
+        self.copying = True
+
+    def end_copying(self) -> None:
+        self.copying = False
+
+    def reached(self, step: int) -> None:
+        self.position = step
+
+    def point(self, name: str) -> None:
+        pass
+
+    def step(self) -> None:
+        """One call."""
+        self.live.make(SimpleNamespace(args=(), kwargs={}, losses=[], kind="step", evaluates=False, again=""))
+
+    def write(self) -> None:
+        """As a script does between two."""
+        self.model.weight.data.add_(1)
+
+
+def test_weights_that_the_script_writes_are_not_copied_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch)
+    for _ in range(40):
+        steps.step()
+        steps.write()
+        assert not steps.copying
+    assert not steps.live.objection(steps.version)
+
+
+def test_a_version_in_which_the_first_of_such_writes_may_be_is_not_gone_on_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps = Steps(monkeypatch)
+    for _ in range(40):
+        steps.step()
+    assert steps.copying and not steps.live.objection(steps.version)
+    torn = steps.version
+    with torch.no_grad():
+        steps.model.weight.add_(1)
+    steps.step()
+    assert not steps.copying
+    with pytest.raises(Refused, match="for the first time"):
+        steps.live.objection(torn)
+    assert not steps.live.objection(steps.version)
+    steps.write()
+    steps.step()
+    with pytest.raises(Refused):
+        steps.live.objection(torn)
+    assert not steps.live.objection(steps.version)
