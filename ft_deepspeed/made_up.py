@@ -13,7 +13,8 @@ memory, with the step; what is overwritten has lost it. Then
   younger, and is there two steps later. What a mere variable has was most likely left there;
 - nor is a marked tensor gone on with that the engine, a peer or a file is given, that decides what the script
   does, or that it reads later;
-- a number that it reads of one in these steps is `Unknown`, and an array is one of NaN.
+- a number that it reads of one in these steps is `Unknown`, and so is an array: they go along, and nothing is
+  decided by them. Where `float` has made a plain number, that is NaN (`floats`).
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ft_deepspeed import patched
+from ft_deepspeed import floats, patched
 from ft_deepspeed.below import Below, Compiler
 from ft_deepspeed.module_state import scripts
 from ft_deepspeed.spans import Bytes, Span, span_of, storage_of, tensors_of
-from ft_deepspeed.unknown import DECIDES, Unknown
+from ft_deepspeed.unknown import DECIDES, Absent, Unknown, UnknownArray
 
 aten = torch.ops.aten
 
@@ -217,6 +218,8 @@ class MadeUp:
         """It is given a result from the record, in which larger tensors have no content."""
         if self._on:
             for tensor in pytree.tree_leaves(result):
+                if type(tensor) in (Absent, UnknownArray):
+                    vars(tensor)["_refuse"] = self._refuse
                 if isinstance(tensor, torch.Tensor) and tensor.numel() != 1:
                     self._mark(tensor, self._position())
                     if (mark := self._marks.get(storage_of(tensor))) is not None:
@@ -317,15 +320,22 @@ class MadeUp:
         for patch in patched.READS:
             made = getattr(self, f"_{patch.name.strip('_')}")
             self._patches.enter_context(patch.replaced(self._reading(patch.original(), made)))
+        own = (space for name, space in scripts(torch.nn.Module()) if not name.startswith(("ft_", "model.")))
+        self._patches.enter_context(floats.replaced(own, self._made_float))
+
+    def _read_since(self, tensor: torch.Tensor) -> int | None:
+        """Since when what the script is about to read is made up, if it is."""
+        since = self._since(tensor) if self._between and not self._reads else None
+        if since is None or self._place != (os.getpid(), threading.get_ident()):
+            return None
+        if self._arrived is not None and since < self._arrived - YOUNG:
+            self._refuse(_GIVES.format("what is done now"))
+        return since
 
     def _reading(self, original: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
         def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            since = self._since(tensor) if self._between and not self._reads else None
-            here = os.getpid(), threading.get_ident()
-            if since is None or self._place != here or _caller().startswith("ft_"):
+            if _caller().startswith("ft_") or (since := self._read_since(tensor)) is None:
                 return original(tensor, *args, **kwargs)
-            if self._arrived is not None and since < self._arrived - YOUNG:
-                self._refuse(_GIVES.format("what is done now"))
             self._reads = True
             try:
                 return otherwise(original, since, tensor, *args, **kwargs)
@@ -345,6 +355,18 @@ class MadeUp:
     def _float(self, original: Any, since: int, tensor: torch.Tensor) -> float:
         return math.nan
 
+    def _made_float(self, value: Any = 0.0, /) -> float:
+        """What the script gets that calls `float`."""
+        kind = type(value)
+        if issubclass(kind, Unknown):
+            return value
+        if issubclass(kind, UnknownArray) and value.size == 1:
+            return value.item()
+        known = not issubclass(kind, torch.Tensor) or value.numel() != 1
+        if not known and (since := self._read_since(value)) is not None:
+            return Unknown.made(math.nan, since, self._refuse)
+        return float(value)
+
     def _bool(self, original: Any, since: int, tensor: torch.Tensor) -> NoReturn:
         self._refuse(DECIDES)
 
@@ -353,7 +375,11 @@ class MadeUp:
     def _array(self, original: Any, since: int, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return original(torch.full(tensor.shape, math.nan, dtype=torch.float64), *args, **kwargs)
 
-    _numpy = _tolist = _array
+    def _numpy(self, original: Any, since: int, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return UnknownArray.made(tuple(tensor.shape), since, self._refuse)
+
+    def _tolist(self, original: Any, since: int, tensor: torch.Tensor) -> Any:
+        return UnknownArray.made(tuple(tensor.shape), since, self._refuse).tolist()
 
     def _repr(self, original: Any, since: int, tensor: torch.Tensor, **kwargs: Any) -> str:
         return f"tensor(nan, size={tuple(tensor.shape)})"

@@ -182,6 +182,7 @@ class Newcomer:
 
     def _passed_step(self, version: int, way: CatchUp) -> None:
         script, engine = self._script, self._engine
+        self._check_counted(version)
         script.results.answer_norm(version, engine)
         if script.dealing is not None:
             script.dealing.finish(script.position + 1)
@@ -191,6 +192,17 @@ class Newcomer:
             log.log(waited_for, "role %d: %s", self._session.role, progress)
         if engine.lr_scheduler is not None and getattr(engine, "_step_applied", True):
             engine.lr_scheduler.step()
+
+    def _check_counted(self, version: int) -> None:
+        """Refuse to go on where the script has made fewer calls in a step than its predecessor: it has come
+        to another decision. In the step in which it began it may have begun later."""
+        if version <= self._from:
+            return
+        made = self._script.counted()
+        for kind, many in self._script.results.counted(version).items():
+            if (own := made.get(kind, 0)) < many:
+                what = f"in step {version + 1} it makes {own} calls of {kind}, and there were {many}"
+                self._session.in_place.cannot_pass(what)
 
     def _left(self, call: Call, number: int, ends: bool) -> None:
         """Put what the call has left in the engine's attributes there."""

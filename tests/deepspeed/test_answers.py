@@ -64,6 +64,47 @@ def test_what_is_not_known_is_not_made_up() -> None:
     assert results.answer("step", 0, 0, HOST) is None
 
 
+def test_what_a_model_returns_beside_tensors() -> None:
+    results = Results()
+    for version in range(RECENT + 3):
+        about = {
+            "accuracy": np.float32(version / 7),
+            "many": np.int64(version),
+            "done": np.bool_(version % 2),
+        }
+        kept = {
+            "cache": {version},
+            "rows": np.ones((2, 3)),
+            "huge": np.int64(2**53 + 1),
+            "name": "x",
+            "none": None,
+        }
+        results.record("forward", version, about | kept)
+        results.step_done()
+    found = carried(results)
+    assert len(found.state()["shapes"]) == 1
+    for version in (0, 7, RECENT + 2):
+        answer = found.answer("forward", version, 0, HOST)
+        for name, value in {
+            "accuracy": np.float32(version / 7),
+            "many": np.int64(version),
+            "done": np.bool_(version % 2),
+        }.items():
+            assert answer[name] == value and type(answer[name]) is type(value)
+        assert (answer["name"], answer["none"]) == ("x", None)
+        assert answer["rows"].shape == (2, 3) and "set" in f"{answer['cache']}"
+        for uses in (
+            lambda a: len(a["cache"]),
+            lambda a: a["cache"].update,
+            lambda a: bool(a["huge"]),
+            lambda a: a["huge"] + 1,
+            lambda a: a["rows"].mean() > 1 or None,
+        ):
+            with pytest.raises(NotOnRecord):
+                uses(answer)
+    assert found.counted(7) == {"forward": 1}
+
+
 def test_of_a_record_that_is_full_the_older_half_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "LARGEST", 4096)
     found = History()
