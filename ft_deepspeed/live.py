@@ -45,6 +45,8 @@ class Live:
         self._copied = self._torn = -1
         """The version that was still copied when the script went on after its step; and of those the one in
         which what the script has written since may be."""
+        self._recovering = self._written = False
+        """Whether a recovery has begun, and whether the script had written weights before it."""
         self._gradients: Gradients
         self._weights: Weights
 
@@ -58,6 +60,8 @@ class Live:
         self._tape, self._script.forwards = Tape(self._script.position), []
         self._between = None
         self._copied = self._torn = -1
+        self._recovering = self._written = False
+        self._weights.step_ended(self._script.position)
 
     # -- a call ------------------------------------------------------------------------------------
 
@@ -81,7 +85,10 @@ class Live:
         self._pending = None
         if call.kind == "backward":
             self._gradients.left()
-        self._weights.left()
+        changes = script.position != session.version or isinstance(call, Load)
+        self._weights.left(changes)
+        if changes:
+            self._weights.step_ended(session.version)
         if isinstance(call, Forward) and call.boundary is not None:
             script.forwards.append(call)
         if script.position != session.version:  # a step is complete here
@@ -187,6 +194,11 @@ class Live:
 
     def interrupted(self) -> None:
         """An epoch is over: the script must find everything as it left it."""
+        session, position = self._session, self._script.position
+        there = session.between_steps and session.version == position and not isinstance(self._pending, Load)
+        if there and not self._recovering:
+            self._written = self._weights.differ(position)
+        self._recovering = True
         if self._between is None and self._pending is None:
             self._between = Context.capture(self._engine)
 
@@ -194,6 +206,8 @@ class Live:
         """Why this worker's script cannot get from `version` to where it is, if so."""
         if version == self._torn:
             self._session.in_place.cannot_pass(TORN)
+        if self._written:
+            return WRITTEN
         return self._tape.objection(version, self._pending)
 
     def redo(self, version: int) -> None:
@@ -207,6 +221,8 @@ class Live:
         if self._between is not None:
             self._between.apply(self._engine)
             self._between = None
+        self._weights.step_ended(self._session.version)
+        self._recovering = False
 
     def _repeat(self, call: Call) -> None:
         assert call.context is not None

@@ -418,3 +418,31 @@ def test_weights_that_the_script_changes(change: Any) -> None:
     looked.left()
     change(found.module)
     assert looked.changed()
+
+
+def test_weights_that_are_others_than_when_the_step_ended() -> None:
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last), torch.nn.Linear(9, 9)
+    )
+    model.register_parameter("seen", torch.nn.Parameter(torch.zeros(2)))
+    model.register_parameter("rounded", torch.nn.Parameter(torch.full((3,), torch.nan, dtype=torch.bfloat16)))
+    looked = Weights(SimpleNamespace(module=model, zero_optimization_stage=lambda: 0))
+    looked.left(changes=True)
+    assert not looked.changed()
+    model.seen.data.add_(1)  # which the model itself does
+    looked.left()
+    looked.step_ended(7)
+    assert not looked.differ(7)
+    for weight in (*model[0].parameters(), *model[1].parameters(), model.rounded):
+        before = weight.data.clone()
+        weight.data.copy_(torch.randn(weight.shape))
+        assert looked.differ(7) and not looked.differ(8)
+        weight.data.copy_(before)
+        assert not looked.differ(7)
+        weight.data = torch.ones_like(before)  # other memory
+        assert looked.differ(7)
+        weight.data = before
+    model.seen.data.add_(1)
+    assert not looked.differ(7)
+    looked.step_ended(8)
+    assert not looked.differ(8) and not looked.differ(7)
