@@ -8,6 +8,7 @@ where its predecessor's were then.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,7 +21,10 @@ from ft_deepspeed import patched
 KEPT = 4
 """The newest iterators whose states are kept, beside those that are in use."""
 DRAWS = 16
-"""The newest of the script's own draws that are kept: of older ones little is left in what it does."""
+"""The script's own draws that are kept. There may be twice as many until some are dropped."""
+ALIKE = 4
+"""Draws of as much from the same generators (the noise of each step, the order of each epoch) of which the
+newest are kept as long as there is room: of older ones little is left in what the script does."""
 
 States = dict[str, dict[str, Any]]
 """By place in the script (after how many steps, and which one there) and generator."""
@@ -43,6 +47,8 @@ class Draws:
         """Those in use, by where they began."""
         self._begins: States = {}
         self._drawn: States = {}
+        self._amounts: dict[str, dict[str, float]] = {}
+        """The logarithm of how much was drawn there, by generator."""
         self._returned: tuple[str, dict[str, Any]] | None = None
         """Where the newest call has returned to the script, and with which states."""
         self._left: dict[str, Any] | None = None
@@ -88,12 +94,28 @@ class Draws:
         if self._left is None or self._returned is None:
             return
         place, states = self._returned
-        if not (moved := rng.moved(self._left, rng.capture())):
+        if not (moved := rng.moved(self._left, now := rng.capture())):
             return
         drawn = {name: states[name] for name in moved if name in states}
         self._drawn[place] = {**self._drawn.get(place, {}), **drawn}
-        while len(self._drawn) > DRAWS:
-            del self._drawn[next(iter(self._drawn))]
+        amounts = {name: math.log1p(abs(rng.distance(state, now[name]))) for name, state in drawn.items()}
+        self._amounts[place] = {**self._amounts.get(place, {}), **amounts}
+        if len(self._drawn) > 2 * DRAWS:
+            self._thin_out()
+
+    def _thin_out(self) -> None:
+        """Drop what is most like newer ones; of those alike the oldest, and of those like no other."""
+        places = list(self._drawn)
+        unlike = {place: self._unlike(place, places[at + 1 :]) for at, place in enumerate(places)}
+        for place in sorted(places, key=lambda place: unlike[place])[: len(places) - DRAWS]:
+            del self._drawn[place], self._amounts[place]
+
+    def _unlike(self, place: str, newer: Sequence[str]) -> float:
+        """How far what was drawn there is from the last of so many newer ones that are most like it."""
+        own = self._amounts[place]
+        alike = (other for at in newer if (other := self._amounts[at]).keys() == own.keys())
+        found = sorted(sum(abs(own[name] - other[name]) for name in own) for other in alike)
+        return found[ALIKE - 1] if len(found) >= ALIKE else math.inf
 
     def _follow_script(self, called: int) -> None:
         """`called`: how many calls a position counts that is new here."""

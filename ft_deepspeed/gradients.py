@@ -12,16 +12,21 @@ from typing import Any
 import torch
 
 from ft_deepspeed import patched
+from ft_deepspeed.spans import span_of, storage_of
 
 CHANGED = "its script changes gradients between the engine's calls, so that must run again"
 
 WRITTEN = "its script changes weights between the engine's calls, so that must run again"
+
+TORN = "its script has written weights, for the first time, while they were copied"
 
 _READ = 3
 """Backward passes after which gradients themselves are compared. What is written to `grad.data` leaves no
 other trace, and a script that does so does it from the beginning."""
 _CALLS = 24
 """Calls after which weights are, for the same reason."""
+_SAMPLED = 256
+"""Bytes of each weight that are kept from the end of a step."""
 
 
 class Gradients:
@@ -83,23 +88,72 @@ class Weights:
         self._norms: torch.Tensor | None = None
         self._reads = _CALLS
         self._always = False
+        self.written = False
+        """Whether they have ever been."""
+        self._samples: list[torch.Tensor] = []
+        """Some bytes of each, where they are."""
+        self._memory: list[int] = []
+        self._ended: tuple[int, list[torch.Tensor]] = -1, []
+        """The version that was made last, and those bytes in it."""
+        self._of_the_model: set[int] = set()
+        """Which ones passes themselves change, by their places."""
+        self._before: torch.Tensor | None = None
+        """Their norms when the call began that is under way."""
 
-    def left(self) -> None:
-        """A call has returned, and the script goes on."""
+    def left(self, changes: bool = False) -> None:
+        """A call has returned, and the script goes on. `changes`: it is one that changes them."""
         self._marks = [p._version for p in self._parameters]
         if self._reads:
             self._reads -= 1
-            self._norms = _norm(self._parameters)
+            self._norms = norms = _norm(self._parameters)
+            if self._before is not None and not changes:
+                self._of_the_model.update((self._before != norms).nonzero().flatten().tolist())
+                self._memory = []
+
+    def step_ended(self, version: int) -> None:
+        """The state is that version."""
+        self._ended = version, self._sampled()
+
+    def differ(self, version: int) -> bool:
+        """Whether they are others than when the step ended that made that version, however it was done."""
+        ended, before = self._ended
+        now = self._sampled() if ended == version else before
+        return len(before) != len(now) or not all(map(torch.equal, before, now))
+
+    def _sampled(self) -> list[torch.Tensor]:
+        if self._memory != (memory := [p.data_ptr() for p in self._parameters]):
+            own = (p for at, p in enumerate(self._parameters) if at not in self._of_the_model)
+            self._samples, self._memory = list(map(_sample, own)), memory
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for sample in self._samples:
+            by_device.setdefault(sample.device, []).append(sample)
+        return [torch.cat(samples) for samples in by_device.values()]
 
     def changed(self) -> bool:
         """The script makes another call: whether it has changed them since the one before."""
         marks, norms = self._marks, self._norms
-        self._marks = self._norms = None
+        self._marks = self._norms = self._before = None
         if marks is None:
             return False
-        if norms is not None and not torch.equal(norms, _norm(self._parameters)):
-            self._always = True
-        return self._always or marks != [p._version for p in self._parameters]
+        if norms is not None:
+            self._before = _norm(self._parameters)
+            self._always = self._always or not torch.equal(norms, self._before)
+        found = self._always or marks != [p._version for p in self._parameters]
+        self.written = self.written or found
+        return found
+
+    @property
+    def may_be_written(self) -> bool:
+        """Whether the script is one that does so, or has yet to show whether it does."""
+        return bool(self._parameters) and (self.written or self._reads > 0)
+
+
+def _sample(weight: torch.Tensor) -> torch.Tensor:
+    """Some of its bytes, from its middle on: what is at the beginning may be a row that is never used."""
+    if not weight.numel() or not storage_of(weight) or not span_of(weight).dense:
+        return torch.empty(0, dtype=torch.uint8)
+    data = weight.detach().as_strided((weight.numel(),), (1,)).view(torch.uint8)
+    return data[data.numel() // 2 :][:_SAMPLED]
 
 
 def _norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -14,7 +14,7 @@ from ft_core.patching import replaced
 from ft_deepspeed import counters, patched
 from ft_deepspeed.calls import RETURNED, Backward, Batch, Call, CannotRepeat, Direct, Forward, Load, Step
 from ft_deepspeed.context import Context
-from ft_deepspeed.gradients import CHANGED, WRITTEN, Gradients, Weights
+from ft_deepspeed.gradients import CHANGED, TORN, WRITTEN, Gradients, Weights
 from ft_deepspeed.protected_state import ProtectedState
 from ft_deepspeed.script import Script
 from ft_deepspeed.tape import Tape
@@ -42,6 +42,11 @@ class Live:
         """The script's call that is under way, or was interrupted."""
         self._between: Context | None = None
         """Where a failure has interrupted the script between two calls, as it left the engine."""
+        self._copied = self._torn = -1
+        """The version that was still copied when the script went on after its step; and of those the one in
+        which what the script has written since may be."""
+        self._recovering = self._written = False
+        """Whether a recovery has begun, and whether the script had written weights before it."""
         self._gradients: Gradients
         self._weights: Weights
 
@@ -54,6 +59,9 @@ class Live:
         """The script goes on from here, and calls that it has made before are of no use any more."""
         self._tape, self._script.forwards = Tape(self._script.position), []
         self._between = None
+        self._copied = self._torn = -1
+        self._recovering = self._written = False
+        self._weights.step_ended(self._script.position)
 
     # -- a call ------------------------------------------------------------------------------------
 
@@ -71,17 +79,24 @@ class Live:
             call.again = call.again or CHANGED
         if self._weights.changed():
             call.again = call.again or WRITTEN
+            self._torn = max(self._torn, self._copied)
         self._pending = call
         result = self._persist(call)
         self._pending = None
         if call.kind == "backward":
             self._gradients.left()
-        self._weights.left()
+        changes = script.position != session.version or isinstance(call, Load)
+        self._weights.left(changes)
+        if changes:
+            self._weights.step_ended(session.version)
         if isinstance(call, Forward) and call.boundary is not None:
             script.forwards = [*script.forwards, call]
         if script.position != session.version:  # a step is complete here
             script.reached(session.version)
             self._tape.forget_before(session.oldest_version)
+            if self._weights.may_be_written:
+                session.end_copying()
+            self._copied = session.version if session.copying else -1
             session.point("between")
         return result
 
@@ -182,11 +197,20 @@ class Live:
 
     def interrupted(self) -> None:
         """An epoch is over: the script must find everything as it left it."""
+        session, position = self._session, self._script.position
+        there = session.between_steps and session.version == position and not isinstance(self._pending, Load)
+        if there and not self._recovering:
+            self._written = self._weights.differ(position)
+        self._recovering = True
         if self._between is None and self._pending is None:
             self._between = Context.capture(self._engine)
 
     def objection(self, version: int) -> str:
         """Why this worker's script cannot get from `version` to where it is, if so."""
+        if version == self._torn:
+            self._session.in_place.cannot_pass(TORN)
+        if self._written:
+            return WRITTEN
         return self._tape.objection(version, self._pending)
 
     def redo(self, version: int) -> None:
@@ -200,6 +224,8 @@ class Live:
         if self._between is not None:
             self._between.apply(self._engine)
             self._between = None
+        self._weights.step_ended(self._session.version)
+        self._recovering = False
 
     def _repeat(self, call: Call) -> None:
         assert call.context is not None

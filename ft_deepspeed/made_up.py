@@ -13,7 +13,8 @@ memory, with the step; what is overwritten has lost it. Then
   younger, and is there two steps later. What a mere variable has was most likely left there;
 - nor is a marked tensor gone on with that the engine, a peer or a file is given, that decides what the script
   does, or that it reads later;
-- a number that it reads of one in these steps is `Unknown`, and an array is one of NaN.
+- a number that it reads of one in these steps is `Unknown`, and so is an array: they go along, and nothing is
+  decided by them. Where `float` has made a plain number, that is NaN (`floats`).
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from ft_deepspeed import patched
+from ft_deepspeed import floats, patched
 from ft_deepspeed.below import Below, Compiler
 from ft_deepspeed.module_state import scripts
 from ft_deepspeed.spans import Bytes, Span, span_of, storage_of, tensors_of
-from ft_deepspeed.unknown import DECIDES, Unknown
+from ft_deepspeed.unknown import DECIDES, Absent, Unknown, UnknownArray
 
 aten = torch.ops.aten
 
@@ -111,6 +112,12 @@ class MadeUp:
         """Read of losses, and finite."""
         self._sources: dict[int, StorageWeakRef] = {}
         """Memory of the engine's; by its number, which nothing else has as long as somebody refers to it."""
+        self._written: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        """What the script has written of the engine's memory on the way, and what was in there."""
+        self._data: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        """The memory that weights had, for a script that gives them other."""
+        self._not_restored: set[int] = set()
+        """What of the model's memory no version has: it is as the script writes it."""
         self._arrived: int | None = None
         """Where; None on the way there."""
         self._looked = 0
@@ -126,6 +133,12 @@ class MadeUp:
         """It passes steps over. `state`: tensors of the engine's, which are those of another step."""
         tensors = (*state, *self._model.parameters(), *self._model.buffers())
         self._sources = {storage_of(t): StorageWeakRef(t.untyped_storage()) for t in tensors if storage_of(t)}
+        modules = self._model.modules()
+        hidden = ((m._buffers.get(name) for name in m._non_persistent_buffers_set) for m in modules)
+        self._not_restored = {storage_of(t) for found in hidden for t in found if t is not None}
+        self._written = {}
+        # In stage 3 they come and go by themselves.
+        self._data = [(p, p.data) for p in self._model.parameters() if not hasattr(p, "ds_id")]
         if not self._on:
             self._on = True
             self._replace()
@@ -155,8 +168,19 @@ class MadeUp:
             self._between = False
             self._leave()
 
+    def puts_back(self) -> None:
+        """Undo what the script has done to the engine's memory in steps that are done: the state that is
+        loaded there has it."""
+        for storage, before in self._written.values():
+            storage.copy_(before)
+        for parameter, data in self._data:
+            if storage_of(parameter) != storage_of(data):
+                parameter.data = data
+        self._written, self._data = {}, []
+
     def rests(self) -> None:
         """A recovery begins, in a call or between two."""
+        self.puts_back()
         self._rests = self._rests or self._between
         self.calls()
 
@@ -187,12 +211,15 @@ class MadeUp:
         """It is where the engine is."""
         if self._on:
             self._arrived = self._looked = self._position()
+            self._written, self._data = {}, []  # what it has written by now is its own
             self._look(self._arrived - YOUNG)
 
     def answered(self, result: Any) -> None:
         """It is given a result from the record, in which larger tensors have no content."""
         if self._on:
             for tensor in pytree.tree_leaves(result):
+                if type(tensor) in (Absent, UnknownArray):
+                    vars(tensor)["_refuse"] = self._refuse
                 if isinstance(tensor, torch.Tensor) and tensor.numel() != 1:
                     self._mark(tensor, self._position())
                     if (mark := self._marks.get(storage_of(tensor))) is not None:
@@ -214,25 +241,37 @@ class MadeUp:
     # -- operations ----------------------------------------------------------------------------
 
     def _operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if not self._on or self._place != (os.getpid(), threading.get_ident()):
+            return func(*args, **kwargs)
+        if not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)
+        written, read = _touched(func, args, kwargs)
+        if self._arrived is None:
+            self._save(written)
         result = func(*args, **kwargs)
-        if self._on and self._place == (os.getpid(), threading.get_ident()):
-            self._follow(func, args, kwargs, result)
+        self._follow(func, args, written, read, result)
         return result
 
-    def _follow(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        if not isinstance(func, torch._ops.OpOverload):
-            return
+    def _save(self, written: Iterable[torch.Tensor]) -> None:
+        """Before the engine's memory is written for the first time."""
+        for tensor in written:
+            at = storage_of(tensor)
+            if at in self._sources and at not in self._written and at not in self._not_restored:
+                storage = tensor.untyped_storage()
+                before = storage.clone() if storage.device.type == "cpu" else storage.cpu()
+                self._written[at] = storage, before
+
+    def _follow(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        written: Sequence[torch.Tensor],
+        read: Sequence[torch.Tensor],
+        result: Any,
+    ) -> None:
         packet, name = func.overloadpacket, func.overloadpacket.__name__
         if name.endswith("_like") or name.startswith("new_"):  # of a tensor it is given they need the shape
             return
-        written: list[torch.Tensor] = []
-        read: list[torch.Tensor] = []
-        uses = _uses(func)
-        ordered = zip(uses.values(), args, strict=False)
-        for (writes, reads), value in (*ordered, *((uses[n], v) for n, v in kwargs.items() if n in uses)):
-            tensors = list(tensors_of([value]))
-            written += tensors if writes else ()
-            read += tensors if reads else ()
         if (since := min((s for s in map(self._since, read) if s is not None), default=None)) is not None:
             if packet in _FINITE or (packet in _COMPARE and _is_finite(*args[:2])):
                 return
@@ -281,15 +320,22 @@ class MadeUp:
         for patch in patched.READS:
             made = getattr(self, f"_{patch.name.strip('_')}")
             self._patches.enter_context(patch.replaced(self._reading(patch.original(), made)))
+        own = (space for name, space in scripts(torch.nn.Module()) if not name.startswith(("ft_", "model.")))
+        self._patches.enter_context(floats.replaced(own, self._made_float))
+
+    def _read_since(self, tensor: torch.Tensor) -> int | None:
+        """Since when what the script is about to read is made up, if it is."""
+        since = self._since(tensor) if self._between and not self._reads else None
+        if since is None or self._place != (os.getpid(), threading.get_ident()):
+            return None
+        if self._arrived is not None and since < self._arrived - YOUNG:
+            self._refuse(_GIVES.format("what is done now"))
+        return since
 
     def _reading(self, original: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
         def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            since = self._since(tensor) if self._between and not self._reads else None
-            here = os.getpid(), threading.get_ident()
-            if since is None or self._place != here or _caller().startswith("ft_"):
+            if _caller().startswith("ft_") or (since := self._read_since(tensor)) is None:
                 return original(tensor, *args, **kwargs)
-            if self._arrived is not None and since < self._arrived - YOUNG:
-                self._refuse(_GIVES.format("what is done now"))
             self._reads = True
             try:
                 return otherwise(original, since, tensor, *args, **kwargs)
@@ -309,6 +355,18 @@ class MadeUp:
     def _float(self, original: Any, since: int, tensor: torch.Tensor) -> float:
         return math.nan
 
+    def _made_float(self, value: Any = 0.0, /) -> float:
+        """What the script gets that calls `float`."""
+        kind = type(value)
+        if issubclass(kind, Unknown):
+            return value
+        if issubclass(kind, UnknownArray) and value.size == 1:
+            return value.item()
+        known = not issubclass(kind, torch.Tensor) or value.numel() != 1
+        if not known and (since := self._read_since(value)) is not None:
+            return Unknown.made(math.nan, since, self._refuse)
+        return float(value)
+
     def _bool(self, original: Any, since: int, tensor: torch.Tensor) -> NoReturn:
         self._refuse(DECIDES)
 
@@ -317,7 +375,11 @@ class MadeUp:
     def _array(self, original: Any, since: int, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return original(torch.full(tensor.shape, math.nan, dtype=torch.float64), *args, **kwargs)
 
-    _numpy = _tolist = _array
+    def _numpy(self, original: Any, since: int, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return UnknownArray.made(tuple(tensor.shape), since, self._refuse)
+
+    def _tolist(self, original: Any, since: int, tensor: torch.Tensor) -> Any:
+        return UnknownArray.made(tuple(tensor.shape), since, self._refuse).tolist()
 
     def _repr(self, original: Any, since: int, tensor: torch.Tensor, **kwargs: Any) -> str:
         return f"tensor(nan, size={tuple(tensor.shape)})"
@@ -362,6 +424,21 @@ def _uses(func: Any) -> dict[str, tuple[bool, bool]]:
         overwrites = writes and (argument.is_out or func.overloadpacket in _OVERWRITE)
         found[argument.name] = writes, not overwrites
     return found
+
+
+def _touched(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What an operation writes, and what it reads."""
+    written: list[torch.Tensor] = []
+    read: list[torch.Tensor] = []
+    uses = _uses(func)
+    ordered = zip(uses.values(), args, strict=False)
+    for (writes, reads), value in (*ordered, *((uses[n], v) for n, v in kwargs.items() if n in uses)):
+        tensors = list(tensors_of([value]))
+        written += tensors if writes else ()
+        read += tensors if reads else ()
+    return written, read
 
 
 def _is_finite(one: Any, other: Any) -> bool:

@@ -174,6 +174,7 @@ class Newcomer:
         if ends:
             self._passed_step(call, self._way)
             if script.position == until:
+                script.made_up.puts_back()  # before anything is done with it
                 if session.protecting:
                     self._go_live()
                 elif not self.passes_ahead():
@@ -188,6 +189,7 @@ class Newcomer:
 
     def _passed_step(self, call: Call, way: CatchUp) -> None:
         script, engine = self._script, self._engine
+        self._check_counted(call.version)
         script.results.answer_norm(call.version, engine)
         if script.dealing is not None:
             script.dealing.finish(script.position + 1)
@@ -206,6 +208,17 @@ class Newcomer:
             self._engine.lr_scheduler.step(**given)
         except TypeError:
             self._engine.lr_scheduler.step(self._engine.train_batch_size())
+
+    def _check_counted(self, version: int) -> None:
+        """Refuse to go on where the script has made fewer calls in a step than its predecessor: it has come
+        to another decision. In the step in which it began it may have begun later."""
+        if version <= self._from:
+            return
+        made = self._script.counted()
+        for kind, many in self._script.results.counted(version).items():
+            if (own := made.get(kind, 0)) < many:
+                what = f"in step {version + 1} it makes {own} calls of {kind}, and there were {many}"
+                self._session.in_place.cannot_pass(what)
 
     def _left(self, call: Call, number: int, ends: bool) -> None:
         """Put what the call has left in the engine's attributes there."""

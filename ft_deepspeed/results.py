@@ -8,13 +8,15 @@ them was logged long ago.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
 from ft_core.errors import CorruptSnapshot
 from ft_deepspeed.history import CallColumns, History
+from ft_deepspeed.unknown import Absent, UnknownArray
 
 RECENT = 3072
 """How many results go with the envelope, so that a role that starts ahead of need has them."""
@@ -75,9 +77,12 @@ class Results:
         index = self._known.setdefault(repr(shape), len(self._shapes))
         if index == len(self._shapes):
             self._shapes.append(shape)
+        # Scripts scale losses in place.
         numbers = [
-            leaf.detach().clone() for leaf in leaves if _is_number(leaf)
-        ]  # scripts scale losses in place
+            leaf.detach().clone() if isinstance(leaf, torch.Tensor) else float(leaf)
+            for leaf in leaves
+            if _is_number(leaf)
+        ]
         self._calls.setdefault(version, {}).setdefault(kind, []).append([index, *numbers])
         self._held += 1
 
@@ -121,6 +126,13 @@ class Results:
             return {}
         return {key: value.item() for key, value in self.answer(kind, version, 0, _HOST).items()}
 
+    def counted(self, version: int) -> dict[str, int]:
+        """How many calls of each kind there were in the step after `version`."""
+        found = self._of(version).items()
+        return {
+            kind: len(made) for kind, made in found if kind != _NORM and not kind.startswith(f"{_AFTER} ")
+        }
+
     def _of(self, version: int) -> CallColumns:
         if (found := self._calls.get(version)) is not None:
             return found
@@ -151,6 +163,10 @@ class Results:
 
 
 def _is_number(leaf: Any) -> bool:
+    if isinstance(leaf, np.floating):
+        return leaf.itemsize <= _NUMBER.itemsize
+    if isinstance(leaf, (np.integer, np.bool_)):
+        return int(float(leaf)) == int(leaf)
     return isinstance(leaf, torch.Tensor) and leaf.numel() == 1
 
 
@@ -158,14 +174,28 @@ def _describe(leaf: Any) -> dict[str, Any]:
     if isinstance(leaf, torch.Tensor):
         dtype = str(leaf.dtype).removeprefix("torch.")
         return {"dtype": dtype, "shape": list(leaf.shape), "grad": leaf.requires_grad}
-    return {"value": leaf if isinstance(leaf, Plain) else None}
+    if isinstance(leaf, np.generic) and _is_number(leaf):
+        return {"numpy": leaf.dtype.str}
+    if isinstance(leaf, np.ndarray):
+        return {"array": list(leaf.shape)}
+    return {"value": leaf} if isinstance(leaf, Plain) else {"kind": type(leaf).__name__}
 
 
 def _make(leaf: dict[str, Any], numbers: Any, device: torch.device) -> Any:
     if "value" in leaf:
         return leaf["value"]
+    if "numpy" in leaf:
+        return np.dtype(leaf["numpy"]).type(next(numbers, 0.0))
+    if "array" in leaf:
+        return UnknownArray.made(leaf["array"], 0, _needed)
+    if "kind" in leaf:
+        return Absent(leaf["kind"], _needed)
     tensor = torch.zeros(leaf["shape"], dtype=getattr(torch, leaf["dtype"]), device=device)
     if tensor.numel() == 1:
         tensor.fill_(next(numbers, 0.0))
     # Not a leaf, so that the script may change it in place.
     return tensor.requires_grad_().clone() if leaf["grad"] else tensor
+
+
+def _needed(what: str) -> NoReturn:
+    raise NotOnRecord(what)

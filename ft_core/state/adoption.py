@@ -127,6 +127,16 @@ class Snapshots:
                 all_of_them.callback(snapshotter.wait)
 
     @property
+    def under_way(self) -> bool:
+        """Whether a copy is being made."""
+        return any(snapshotter.under_way for _, snapshotter in self._of.values())
+
+    def ended(self) -> None:
+        """Return once none is, well or not; see `Snapshotter.ended`."""
+        for _, snapshotter in self._of.values():
+            snapshotter.ended()
+
+    @property
     def failed(self) -> BaseException | None:
         """What stopped a copy under way, if anything did."""
         return next((error for _, s in self._of.values() if (error := s.failed) is not None), None)

@@ -13,6 +13,14 @@ import torch
 OWN = "own."
 """Before the names of generators that the script has made."""
 
+_CPU, _CUDA = 5056, 16
+"""Bytes of the states of torch's generators."""
+_WORDS = 624
+_BLOCKS = 8
+"""Blocks of words, each made of the one before, through which a Mersenne twister is followed."""
+_PCG64 = 0x2360ED051FC65DA44385DF649FCCF645
+_twisted = np.random.MT19937(0)
+
 _own: dict[str, tuple[dict[str, Any], str]] = {}
 
 
@@ -67,6 +75,62 @@ def restore(states: dict[str, Any]) -> None:
 def moved(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Names of those that have drawn in between."""
     return [name for name, state in now.items() if name not in before or not _same(before[name], state)]
+
+
+def distance(before: Any, now: Any) -> int:
+    """How many numbers a generator has drawn between two of its states, about; 0: there is no telling.
+
+    Of Mersenne twisters (torch's, Python's, numpy's older ones) beyond `_BLOCKS` blocks it is no more than a
+    mark that is the same whenever as many are drawn. numpy's newer ones and GPUs' count.
+    """
+    if type(before) is not type(now):
+        return 0
+    if isinstance(before, torch.Tensor) and before.numel() == now.numel() == _CUDA:
+        return int(now.view(torch.int64)[1] - before.view(torch.int64)[1])
+    if isinstance(before, dict) and before["bit_generator"] == now["bit_generator"] == "PCG64":
+        return _jump(before["state"]["state"], now["state"]["state"], before["state"]["inc"])
+    one, other = _twister(before), _twister(now)
+    if one is None or other is None:
+        return 0
+    (words, at), (words_now, at_now) = one, other
+    for blocks in range(_BLOCKS):
+        if np.array_equal(words, words_now):
+            return blocks * _WORDS + at_now - at
+        _twisted.state = {"bit_generator": "MT19937", "state": {"key": words, "pos": _WORDS}}
+        _twisted.random_raw(1, output=False)
+        words = _twisted.state["state"]["key"]
+    return _BLOCKS * _WORDS + (at_now - at) % _WORDS
+
+
+def _twister(state: Any) -> tuple[Any, int] | None:
+    """A Mersenne twister's words, and how many of them are used."""
+    if isinstance(state, torch.Tensor):
+        if state.numel() != _CPU:
+            return None
+        data = state.numpy()
+        left = int(data[8:12].view(np.int32)[0])
+        return data[24 : 24 + 8 * _WORDS].view(np.uint64).astype(np.uint32), _WORDS + 1 - left
+    if isinstance(state, dict):
+        inner = state["state"] if state["bit_generator"] == "MT19937" else None
+        return None if inner is None else (inner["key"], inner["pos"])
+    if isinstance(state, tuple) and state[0] == "MT19937":
+        return state[1], state[2]
+    if isinstance(state, tuple) and isinstance(state[1], tuple) and len(state[1]) == _WORDS + 1:
+        return np.array(state[1][:-1], np.uint32), state[1][-1]
+    return None
+
+
+def _jump(state: int, now: int, increment: int) -> int:
+    """How many steps of PCG64's x -> a x + c lead from one to the other: its lowest bits tell one by one."""
+    factor, all_bits, found, bit = _PCG64, (1 << 128) - 1, 0, 1
+    while state != now and bit <= all_bits:
+        if (state ^ now) & bit:
+            state = (state * factor + increment) & all_bits
+            found |= bit
+        bit <<= 1
+        increment = (factor + 1) * increment & all_bits
+        factor = factor * factor & all_bits
+    return found
 
 
 def state_of(generator: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -135,6 +136,16 @@ class Snapshotter:
         if self._staging is not None:
             staging, self._staging = self._staging, None
             staging.result()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the copy that was begun last has yet to end."""
+        return self._staging is not None and not self._staging.done()
+
+    def ended(self) -> None:
+        """Return once it has, well or not: `wait` tells how."""
+        if self._staging is not None:
+            futures.wait([self._staging])
 
     @property
     def failed(self) -> BaseException | None:

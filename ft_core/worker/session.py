@@ -357,6 +357,15 @@ class Session:
             self._shell.check_epoch()
 
     @property
+    def copying(self) -> bool:
+        """Whether the newest version is still copied, which whoever writes to the state now might be in."""
+        return self._protected.snapshots.under_way
+
+    def end_copying(self) -> None:
+        """Wait until it is not. An error is `commit_wait`'s."""
+        self._protected.snapshots.ended()
+
+    @property
     def between_steps(self) -> bool:
         """Whether the state is that of `version`: the optimizer has not begun to change it."""
         return int(self._control[Word.TAG]) == self._shell.version

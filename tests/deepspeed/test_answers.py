@@ -64,6 +64,47 @@ def test_what_is_not_known_is_not_made_up() -> None:
     assert results.answer("step", 0, 0, HOST) is None
 
 
+def test_what_a_model_returns_beside_tensors() -> None:
+    results = Results()
+    for version in range(RECENT + 3):
+        about = {
+            "accuracy": np.float32(version / 7),
+            "many": np.int64(version),
+            "done": np.bool_(version % 2),
+        }
+        kept = {
+            "cache": {version},
+            "rows": np.ones((2, 3)),
+            "huge": np.int64(2**53 + 1),
+            "name": "x",
+            "none": None,
+        }
+        results.record("forward", version, about | kept)
+        results.step_done()
+    found = carried(results)
+    assert len(found.state()["shapes"]) == 1
+    for version in (0, 7, RECENT + 2):
+        answer = found.answer("forward", version, 0, HOST)
+        for name, value in {
+            "accuracy": np.float32(version / 7),
+            "many": np.int64(version),
+            "done": np.bool_(version % 2),
+        }.items():
+            assert answer[name] == value and type(answer[name]) is type(value)
+        assert (answer["name"], answer["none"]) == ("x", None)
+        assert answer["rows"].shape == (2, 3) and "set" in f"{answer['cache']}"
+        for uses in (
+            lambda a: len(a["cache"]),
+            lambda a: a["cache"].update,
+            lambda a: bool(a["huge"]),
+            lambda a: a["huge"] + 1,
+            lambda a: a["rows"].mean() > 1 or None,
+        ):
+            with pytest.raises(NotOnRecord):
+                uses(answer)
+    assert found.counted(7) == {"forward": 1}
+
+
 def test_of_a_record_that_is_full_the_older_half_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "LARGEST", 4096)
     found = History()
@@ -377,3 +418,31 @@ def test_weights_that_the_script_changes(change: Any) -> None:
     looked.left()
     change(found.module)
     assert looked.changed()
+
+
+def test_weights_that_are_others_than_when_the_step_ended() -> None:
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last), torch.nn.Linear(9, 9)
+    )
+    model.register_parameter("seen", torch.nn.Parameter(torch.zeros(2)))
+    model.register_parameter("rounded", torch.nn.Parameter(torch.full((3,), torch.nan, dtype=torch.bfloat16)))
+    looked = Weights(SimpleNamespace(module=model, zero_optimization_stage=lambda: 0))
+    looked.left(changes=True)
+    assert not looked.changed()
+    model.seen.data.add_(1)  # which the model itself does
+    looked.left()
+    looked.step_ended(7)
+    assert not looked.differ(7)
+    for weight in (*model[0].parameters(), *model[1].parameters(), model.rounded):
+        before = weight.data.clone()
+        weight.data.copy_(torch.randn(weight.shape))
+        assert looked.differ(7) and not looked.differ(8)
+        weight.data.copy_(before)
+        assert not looked.differ(7)
+        weight.data = torch.ones_like(before)  # other memory
+        assert looked.differ(7)
+        weight.data = before
+    model.seen.data.add_(1)
+    assert not looked.differ(7)
+    looked.step_ended(8)
+    assert not looked.differ(8) and not looked.differ(7)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -11,6 +11,8 @@ import torch
 from ft_core.errors import EpochChanged
 from ft_deepspeed.calls import Batch
 from ft_deepspeed.context import Context
+from ft_deepspeed.gradients import WRITTEN, Weights
+from ft_deepspeed.live import Live
 from ft_deepspeed.module_state import ModuleState
 
 
@@ -134,3 +136,137 @@ def test_the_passes_by_which_a_pipeline_seeds_its_layers_are_kept() -> None:
     pipeline.micro_offset = 5
     state.restore(after)
     assert pipeline.micro_offset == 4
+
+
+class Refused(Exception):  # noqa: N818 - said of what is wanted
+    """With what was said."""
+
+
+class Steps:
+    """A script's steps in plain training, without what they compute."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.model = torch.nn.Linear(2, 2)
+        self.fails = False
+        """Whether the next call that is not a step's is interrupted."""
+        self.objections: list[str] = []
+        self.copying = False
+        """Whether a version is copied for longer than a step's call takes."""
+        self.between_steps = True
+        self.version, self.oldest_version, self.in_place = 0, 0, SimpleNamespace(cannot_pass=self._refuse)
+        self.overlay = SimpleNamespace(end=lambda whole: None)
+        self.position = self.began_at = self.first = 0
+        self.whole, self.forwards = True, []
+        self.made_up = SimpleNamespace(given=lambda *given: None)
+        self.session = self
+        self.engine = SimpleNamespace(module=self.model, zero_optimization_stage=lambda: 0)
+        monkeypatch.setattr(Context, "capture", lambda engine: None)
+        self.live = Live(self, SimpleNamespace())  # type: ignore[arg-type]
+        self.live._gradients = SimpleNamespace(changed=lambda: False, left=lambda: None)  # type: ignore
+        self.live._weights = Weights(self.engine)
+        self.live._persist = self._made  # type: ignore[method-assign]
+        self.live.go_on()
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise Refused(why)
+
+    def _made(self, call: Any) -> None:
+        if call.kind == "step":
+            self.version += 1
+            self.copying = True
+            with torch.no_grad():
+                self.model.bias.add_(1)
+        elif self.fails:
+            self.fails = False
+            self.recover()
+
+    def end_copying(self) -> None:
+        self.copying = False
+
+    def reached(self, step: int) -> None:
+        self.position = step
+
+    def point(self, name: str) -> None:
+        pass
+
+    def recover(self) -> None:
+        """From a failure, to where the script is; and once more, as another comes in the middle."""
+        for _ in range(2):
+            self.live.interrupted()
+            self.objections.append(self.live.objection(self.version))
+            self.model.weight.data.copy_(self.weight)  # it is loaded
+        self.live._between = None
+        self.live.redo(self.version + 1)
+
+    def step(self, kind: str = "step") -> None:
+        """One call."""
+        self.live.make(SimpleNamespace(args=(), kwargs={}, losses=[], kind=kind, evaluates=False, again=""))
+        if kind == "step":
+            self.weight = self.model.weight.detach().clone()
+
+    def write(self) -> None:
+        """As a script does between two."""
+        self.model.weight.data.add_(1)
+
+
+def test_weights_that_the_script_writes_are_not_copied_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch)
+    for _ in range(40):
+        steps.step()
+        steps.write()
+        assert not steps.copying
+    assert not steps.live.objection(steps.version)
+
+
+def test_a_version_in_which_the_first_of_such_writes_may_be_is_not_gone_on_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps = Steps(monkeypatch)
+    for _ in range(40):
+        steps.step()
+    assert steps.copying and not steps.live.objection(steps.version)
+    torn = steps.version
+    with torch.no_grad():
+        steps.model.weight.add_(1)
+    steps.step()
+    assert not steps.copying
+    with pytest.raises(Refused, match="for the first time"):
+        steps.live.objection(torn)
+    assert not steps.live.objection(steps.version)
+    steps.write()
+    steps.step()
+    with pytest.raises(Refused):
+        steps.live.objection(torn)
+    assert not steps.live.objection(steps.version)
+
+
+@pytest.mark.parametrize("during", ["the evaluation", "between two calls"])
+@pytest.mark.parametrize(
+    "write", [lambda w: w.copy_(w * 0.5), lambda w: w.view(-1)[-1:].add_(1), lambda w: w]
+)
+def test_a_failure_while_the_script_has_put_other_weights_in_place(
+    monkeypatch: pytest.MonkeyPatch, write: Any, during: str
+) -> None:
+    """By what leaves no trace: what is restored is not what it had there."""
+    steps = Steps(monkeypatch)
+    for _ in range(30):
+        steps.step()
+        steps.step("forward")
+    raw = steps.model.weight.data.clone()
+    for fails in (False, True):
+        write(steps.model.weight.data)
+        written = not torch.equal(steps.model.weight, raw)
+        if during == "the evaluation":
+            steps.fails = fails
+            steps.step("evaluation")
+        elif fails:
+            steps.recover()
+        steps.model.weight.data.copy_(raw)
+    assert steps.objections == [WRITTEN if written else ""] * 2
+    steps.recover()
+    steps.step()
+    steps.recover()
+    steps.between_steps = False  # the optimizer has begun to change them
+    steps.model.weight.data.mul_(2)
+    steps.recover()
+    assert steps.objections[2:] == [""] * 6

@@ -172,3 +172,56 @@ def test_a_schedule_that_goes_by_what_is_not_known_is_refused(newcomer: Newcomer
     metrics = Unknown.made(2.0, 5, refused)  # type: ignore[arg-type]
     with pytest.raises(RefusedError, match=DECIDES):
         passes(newcomer, PLATEAU, (), {"lr_kwargs": {"metrics": metrics}})
+
+
+@pytest.mark.parametrize(
+    ("made", "fewer"), [([2, 2, 2], ""), ([1, 2, 3], ""), ([2, 1, 2], "step 7 "), ([2, 2], "")]
+)
+def test_a_step_in_which_it_makes_fewer_calls_than_its_predecessor_is_not_passed(
+    newcomer: Newcomer, adapter: Adapter, made: list[int], fewer: str
+) -> None:
+    """But for the first, in which it may have begun later."""
+    refused: list[str] = []
+    script, results = newcomer._script, Results()
+    for version in range(5, 9):
+        for _ in range(2):
+            results.record("forward", version, torch.ones(()))
+        results.record("grad norm", version, torch.ones(()))
+        results.record_after(version, "step", 0, {"loss": 1.0})
+    script.dealing, script.results = None, results
+    script.engine = SimpleNamespace(lr_scheduler=None, device="cpu")
+    script.session.in_place.cannot_pass = refused.append  # type: ignore[method-assign, assignment]
+    script.session.in_place.reached = ignored  # type: ignore[method-assign]
+    newcomer._engine, newcomer._from = script.engine, 5
+    newcomer._watch = ignored  # type: ignore[method-assign]
+    adapter.passed = lambda: None  # type: ignore[attr-defined]
+
+    def call(kind: str) -> Any:
+        ends = kind == "step"
+        return SimpleNamespace(kind=kind, ends_step=ends, losses=[], answer=lambda results, number: None)
+
+    for many in made:
+        for kind in ["forward"] * many + ["step"]:
+            newcomer.answer(call(kind))
+    assert len(refused) == bool(fewer) and all(fewer in said for said in refused)
+
+
+def test_the_engines_memory_is_as_it_was_before_the_script_arrives(
+    newcomer: Newcomer, adapter: Adapter
+) -> None:
+    done: list[str] = []
+    script = newcomer._script
+    script.made_up.puts_back = lambda: done.append("put back")  # type: ignore[method-assign]
+    script.session.protecting = True  # type: ignore[misc]
+    script.session.in_place.reached = ignored  # type: ignore[method-assign]
+    script.dealing, script.results = None, Results()
+    newcomer.keep_up = lambda: None  # type: ignore[method-assign]
+    newcomer._check_counted = ignored  # type: ignore[method-assign]
+    script.results.answer_norm = lambda *about: None  # type: ignore[method-assign]
+    newcomer._go_live = lambda: done.append("live")  # type: ignore[method-assign]
+    newcomer._engine = SimpleNamespace(lr_scheduler=None)
+    adapter.passed = lambda: None  # type: ignore[attr-defined]
+    assert newcomer._way is not None
+    newcomer._way.until = 6
+    newcomer.answer(SimpleNamespace(kind="step", ends_step=True, losses=[], answer=lambda *about: None))  # type: ignore[arg-type]
+    assert done == ["put back", "live"]

@@ -8,6 +8,7 @@ import io
 import json
 import math
 import pickle
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from ft_deepspeed import floats, made_up
 from ft_deepspeed.made_up import YOUNG, MadeUp
 from ft_deepspeed.unknown import Unknown
 
@@ -32,6 +34,7 @@ class Newcomer:
     def __init__(self) -> None:
         self.model = torch.nn.Linear(3, 3)
         self.position = 0
+        self.state: list[torch.Tensor] = []
         self.made_up = MadeUp(self.model, lambda: self.position, self._refuse)
         self.made_up.passes([])
         self.made_up.returns()
@@ -58,6 +61,7 @@ class Newcomer:
         """Where the others are."""
         self.made_up.calls()
         self.position += 1
+        self.made_up.puts_back()
         self.made_up.arrives()
         self.made_up.returns()
 
@@ -184,6 +188,113 @@ def test_numbers_that_are_read_go_along(newcomer: Newcomer) -> None:
             decides() and None
 
 
+def _predictions(newcomer: Newcomer) -> Any:
+    return np.argmax(newcomer.outputs(4, 3).detach().cpu().numpy(), -1)
+
+
+LABELS = np.array([0, 1, 2, 0])
+GO_ALONG: list[Any] = [
+    lambda n: (_predictions(n) == LABELS).mean(),
+    lambda n: ((_predictions(n) == LABELS) & (LABELS > 0)).sum() / 4,
+    lambda n: np.mean(np.concatenate([_predictions(n), _predictions(n)])),
+    lambda n: n.outputs(4, 3).detach().numpy().argmax(-1).astype(np.int64).std(),
+    lambda n: sum(p == label for p, label in zip(_predictions(n), LABELS, strict=True)) / 4,
+    lambda n: sum(p == label for p, label in zip(n.outputs(4).tolist(), LABELS, strict=True)) / 4,
+    lambda n: np.where(_predictions(n) == 1, 1.0, 0.0).max(),
+    lambda n: np.exp(n.outputs(4, 3).detach().numpy() @ np.ones((3, 2)))[1:, 0].sum() + np.float32(1),
+    lambda n: np.float32(0.5) * n.outputs().argmax(-1).sum().item(),
+    lambda n: (np.zeros(4) + _predictions(n)).tolist()[1],
+    lambda n: n.outputs(2, 2).tolist()[0][1] ** 2,
+]
+
+
+@pytest.mark.parametrize("makes", GO_ALONG)
+def test_what_is_read_as_an_array_goes_along_and_decides_nothing(newcomer: Newcomer, makes: Any) -> None:
+    found = makes(newcomer)
+    assert f"{found:.3f} {found}" == "nan nan" and json.dumps({"accuracy": found}) == '{"accuracy": NaN}'
+    assert math.isnan(pickle.loads(pickle.dumps(found)))
+    best = {"accuracy": 0.0}
+    for decides in (
+        lambda: found > best["accuracy"],
+        lambda: best["accuracy"] >= found,
+        lambda: max(found, 0.5),
+        lambda: found == 0.25,
+        lambda: not found < np.float32(0.5),
+        lambda: int(found * 100),
+    ):
+        with pytest.raises(Refused, match="decides"):
+            decides() and None
+
+
+def test_arrays_go_to_files_and_into_the_log(newcomer: Newcomer) -> None:
+    found = _predictions(newcomer)
+    file = io.BytesIO()
+    np.save(file, found)
+    assert np.isnan(np.load(io.BytesIO(file.getvalue()))).all()
+    assert (
+        str(found) == repr(found.tolist()).replace(",", "")
+        and type(pickle.loads(pickle.dumps(found))) is np.ndarray
+    )
+    assert copy.deepcopy(found).shape == found.shape == (4,) and len(found) == 4
+    total = np.zeros(4)
+    total += found
+    for decides in (
+        lambda: list(LABELS[int(p)] for p in found),
+        lambda: [1, 2, 3][found[0]],
+        lambda: found.any(),
+        lambda: total.max() > 1,
+        lambda: found[found > 0],
+        lambda: np.array_equal(found, LABELS),
+        lambda: np.unique(found),
+        lambda: 1 in found,
+        lambda: sorted(found),
+        lambda: newcomer.outputs(2).tolist() == [0, 1],
+    ):
+        with pytest.raises(Refused, match="decides"):
+            decides() and None
+
+
+_SCRIPT = """
+def epoch(outputs, best):
+    accuracy = float((outputs.argmax(-1) == 0).float().mean())
+    line = f"{accuracy:.2f} {float('1.5')} {float()}"
+    return line, (lambda: accuracy > best)
+
+def other(outputs):
+    return float(outputs.sum()), isinstance(1.5, float)
+"""
+
+
+def test_a_script_that_makes_a_float_of_it_decides_nothing_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    script, mixed = ({"__name__": f"script{number}"} for number in range(2))
+    exec(_SCRIPT.partition("def other")[0], script)
+    exec(_SCRIPT, mixed)
+    monkeypatch.setattr(made_up, "scripts", lambda module: [("script", script), ("mixed", mixed)])
+    newcomer = Newcomer()
+    line, decides = script["epoch"](newcomer.outputs(), 0.0)
+    assert line == "nan 1.5 0.0"
+    with pytest.raises(Refused, match="decides"):
+        decides() and None
+    assert mixed["other"](newcomer.outputs())[1] and "float" not in mixed
+    newcomer.arrives()
+    newcomer.step(4)
+    assert "float" not in script and type(script["epoch"](torch.zeros(2, 2), 0.0)) is tuple
+
+
+def test_a_module_of_which_a_loop_uses_the_name_otherwise_has_its_own_float() -> None:
+    seen: list[bool] = []
+
+    def at() -> None:
+        frame: Any = sys._getframe(1)
+        with floats.replaced([frame.f_globals], lambda value: value):
+            seen.append("float" in frame.f_globals)
+
+    lines = "def f(x: float = 1): pass\nfor _ in range(1):\n    at(); float('1'){}\n"
+    for more in ("", "; isinstance(1, float)"):
+        exec(compile(lines.format(more), "script", "exec"), {"__name__": "script", "at": at})
+    assert seen == [True, False]
+
+
 def test_a_loss_before_and_after_its_backward_pass(newcomer: Newcomer) -> None:
     loss = torch.nn.functional.cross_entropy(newcomer.outputs(), torch.zeros(2, dtype=torch.long))
     assert math.isfinite(loss.item()) and not torch.isnan(loss) and torch.isfinite(loss).all()
@@ -219,3 +330,52 @@ def test_weights_that_the_script_reads_where_the_others_are_are_those(newcomer: 
     best = copy.deepcopy(newcomer.model.state_dict())
     newcomer.step(4)
     assert best["weight"].numpy().shape == (3, 3) and not newcomer.made_up._on
+
+
+def _merged(model: torch.nn.Linear, sign: float = 1.0) -> None:
+    model.weight.data = model.weight.data.clone() + sign * torch.ones(3, 3)
+
+
+WRITES = [
+    lambda n: n.model.weight.mul_(0.9),
+    lambda n: n.model.weight.data.add_(torch.randn(3, 3)),
+    lambda n: n.model.weight.data.copy_(torch.ones(3, 3)),
+    lambda n: torch.nn.init.zeros_(n.model.weight[1:]),
+    lambda n: n.model.load_state_dict({"weight": torch.zeros(3, 3), "bias": torch.zeros(3)}, strict=False),
+    lambda n: torch.add(n.model.bias, 1, out=n.model.bias.data),
+    lambda n: torch._foreach_mul_(list(n.model.parameters()), 0.5),
+    lambda n: _merged(n.model),
+    lambda n: n.state[0].zero_(),
+]
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("ends", ["arrives", "rests"])
+def test_what_the_script_writes_to_the_engines_memory_in_steps_that_are_done(
+    newcomer: Newcomer, write: Any, ends: str
+) -> None:
+    """The state that is loaded there has it."""
+    model, newcomer.state = newcomer.model, [torch.randn(4)]
+    model.register_buffer("mean", torch.zeros(2))
+    model.register_buffer("mask", torch.zeros(2), persistent=False)
+    newcomer.made_up.calls()
+    newcomer.made_up.passes(newcomer.state)
+    newcomer.made_up.returns()
+    kept = [*model.parameters(), model.mean, *newcomer.state]
+    with torch._C._DisableTorchDispatch():
+        loaded = [tensor.detach().clone() for tensor in kept]
+    memory = [tensor.data_ptr() for tensor in kept]
+    for _ in range(5):
+        with torch.no_grad():
+            write(newcomer)
+            model.mean.add_(1), model.mask.add_(1)
+        newcomer.step()
+    if ends == "rests":
+        newcomer.made_up.rests()
+    newcomer.arrives()
+    assert all(torch.equal(one, other) for one, other in zip(kept, loaded, strict=True))
+    assert [tensor.data_ptr() for tensor in kept] == memory
+    assert model.mask.tolist() == [5, 5]  # which no version has
+    with torch.no_grad():
+        write(newcomer)  # where the others do it, too
+    assert not all(torch.equal(one, other) for one, other in zip(kept, loaded, strict=True))
