@@ -1,0 +1,93 @@
+"""The processes of a machine, which `ftrun` starts: stand-ins here, since the launcher alone is looked at."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_core.cli import launcher as launching
+from ft_core.cli.launcher import Launcher
+
+WAITS = "import pathlib, time\nwhile not pathlib.Path({over!r}).exists(): time.sleep(0.02)"
+DIES = "import os; os.kill(os.getpid(), 9)"
+
+
+class StandIns(Launcher):
+    """Starts these programs, in order, or fails so. With the last one, `over` is there."""
+
+    def __init__(self, tmp_path: Path, *programs: str | OSError) -> None:
+        super().__init__(tmp_path)
+        self.over = tmp_path / "over"
+        self.programs, self.started = list(programs), 0
+
+    def _start(self, module: str, *arguments: str) -> subprocess.Popen[bytes]:
+        program = self.programs.pop(0)
+        if isinstance(program, OSError):
+            raise program
+        if not self.programs:
+            self.over.touch()
+        self.started += 1
+        return subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
+
+
+NO_PROCESS = BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+
+def waits(tmp_path: Path) -> str:
+    return WAITS.format(over=str(tmp_path / "over"))
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "_RETRY", 0.1)
+
+
+def test_a_controller_that_cannot_be_started_is_tried_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stays = waits(tmp_path)
+    job = StandIns(tmp_path, DIES, stays, NO_PROCESS, NO_PROCESS, stays)
+    try:
+        job.controller()
+        job.agent("node0", 0, "")
+        assert job.wait() == 0
+        assert [agent.wait(20) for agent in job._agents] == [0], "it goes on meanwhile"
+    finally:
+        job.stop()
+    assert job.started == 3 and not list(tmp_path.glob("ft-agent-*"))
+    assert capfd.readouterr().err.count("cannot be started, and is tried again") == 1
+
+
+@pytest.mark.parametrize("what", ["directory", "process"])
+def test_a_node_that_cannot_be_started_is_tried_again(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stays = waits(tmp_path)
+    fails = [NO_PROCESS] * 2 if what == "process" else []
+    job = StandIns(tmp_path, stays, stays, DIES, *fails, stays)
+    job._sockets_in = str(tmp_path)
+    job.standalone, job.respawn, job.needed = True, True, 2
+    made, full = tempfile.mkdtemp, [OSError(errno.ENOSPC, "No space left on device")] * 2
+    try:
+        job.controller()
+        job.agent("node0", 0, "")
+        job.agent("node1", 1, "")
+
+        def make(**about: Any) -> str:
+            if what == "directory" and full:
+                raise full.pop()
+            return made(**about)
+
+        monkeypatch.setattr(tempfile, "mkdtemp", make)
+        assert job.wait() == 0
+        assert [agent.wait(20) for agent in job._agents] == [0, 0]
+    finally:
+        job.stop()
+    assert job.started == 4 and not list(tmp_path.glob("ft-agent-*"))
+    assert capfd.readouterr().err.count("cannot be started, and is tried again") == 1
