@@ -14,12 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from ft_core.errors import FAILED, FAILED_NOTE, ConfigError
 from ft_core.process import last_line
-from ft_core.process.lines import LOG_CONTEXT
+from ft_core.process.async_writer import say
 from ft_core.process.sigterm import ENDED
 from ft_core.protocol.sockets import reserve, split_address
 
@@ -40,6 +42,8 @@ _STANDS_IN = 3.0
 cores from those who recover."""
 _TRIES = 3
 """Agents, each in the place of the one before, that fail as they are starting before no more are started."""
+_RETRY = 1.0
+"""Seconds until another try where a process could not be started."""
 _LONGEST_PATH = 60
 """Bytes that TMPDIR may have: with the names below it, the path of a Unix socket has 107 at most."""
 _ALL_FAILED = (
@@ -106,6 +110,8 @@ class Launcher:
         """Whether that was Ctrl-C."""
         self._pass_on_at = math.inf
         self._deadline = math.inf
+        self._not_started_at = -math.inf
+        """When a process could not be started, if that was the last that was to be."""
 
     def claim(self) -> None:
         """The job directory, for as long as this process lives: the processes of a job that another `ftrun`
@@ -150,16 +156,21 @@ class Launcher:
         lasted = time.monotonic() - self._controller_began
         # One that has worked for a while has failed of something else than its predecessors.
         before = self._controllers_failed if lasted < _LASTING else 0
-        self._controllers_failed = before + (code == FAILED)
-        self.controller("--failed-before", str(self._controllers_failed))
+        failed = before + (code == FAILED)
+        if self._starts(partial(self.controller, "--failed-before", str(failed))):
+            self._controllers_failed = failed
 
     def agent(self, node: str, node_rank: int, domain: str, failed_before: int = 0) -> None:
         """Start one, with a directory for its sockets that goes when it ends. `node_rank` -1: a spare."""
         temporary = tempfile.mkdtemp(prefix="ft-agent-", dir=self._sockets_in)
-        (Path(temporary) / FAILED_NOTE).touch()
         about = ["--node", node, "--node-rank", str(node_rank), "--domain", domain, "--temporary", temporary]
         beside = self._controller is not None and not self._elected
-        agent = self._start("ft_core.node", *about, *(["--beside-controller"] if beside else []))
+        try:
+            (Path(temporary) / FAILED_NOTE).touch()
+            agent = self._start("ft_core.node", *about, *(["--beside-controller"] if beside else []))
+        except OSError:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
         self._running[agent] = _Started(temporary, time.monotonic(), failed_before)
         self._agents.append(agent)
 
@@ -188,7 +199,7 @@ class Launcher:
             self._fill_places()
             if not self._running:
                 if (self.standalone or self.sole_node) and self._given_up and not self._told:
-                    tell(_ALL_FAILED, "ERROR")
+                    say(_ALL_FAILED, "ERROR")
                     return 1
                 if self._controller is None or (self._elected and not self._is_waited_for()):
                     return max((abs(a.returncode) for a in self._agents), default=1)
@@ -201,9 +212,27 @@ class Launcher:
     def _fill_places(self) -> None:
         now = time.monotonic()
         while self._places and (len(self._running) < self.needed or self._places[0].until <= now):
-            failures = self._places.pop(0).failed_before
-            if not self._told:
-                self.agent(f"node{next(self.numbers)}", -1, "", failures)
+            if not self._told and not self._starts(partial(self._replace, self._places[0])):
+                return
+            self._places.pop(0)
+
+    def _replace(self, place: _Place) -> None:
+        self.agent(f"node{next(self.numbers)}", -1, "", place.failed_before)
+
+    def _starts(self, start: Callable[[], None]) -> bool:
+        """Whether what `start` starts is there; if not, it is to be called again: a machine without room, or
+        without memory or descriptors, may have some again, and what runs here goes on meanwhile."""
+        if time.monotonic() < self._not_started_at + _RETRY:
+            return False
+        try:
+            start()
+        except OSError as error:
+            if self._not_started_at == -math.inf:
+                say(f"ftrun: a process of the job cannot be started, and is tried again: {error}", "ERROR")
+            self._not_started_at = time.monotonic()
+            return False
+        self._not_started_at = -math.inf
+        return True
 
     def _is_waited_for(self) -> bool:
         """Whether a candidate may still find the job over, and say with which code, now that the agents have
@@ -237,7 +266,7 @@ class Launcher:
         now = time.monotonic()
         if self._pass_on_at == math.inf:
             self._pass_on_at, self._deadline = now, now + self.patience
-            tell(
+            say(
                 "ftrun: told to end (SIGTERM): if this is one node of several, and the job can go on without "
                 "it, its roles move; else the workers are told, and those that handle it end by themselves."
                 f" Once more, after {_AS_ONE:.0f} s, ends them at once."
@@ -282,11 +311,6 @@ class Launcher:
         command += [f"--last-line={self._last_line}", *arguments]
         about: dict[str, Any] = {"stdin": subprocess.DEVNULL, "pass_fds": [self._last_line]}
         return subprocess.Popen(command, start_new_session=True, **about)
-
-
-def tell(text: str, level: str = "INFO") -> None:
-    """To the person at the console, by this process itself."""
-    print(LOG_CONTEXT.line(level, text), file=sys.stderr, flush=True)
 
 
 def place_for_sockets() -> str:

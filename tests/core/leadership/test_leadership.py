@@ -28,7 +28,7 @@ from ft_core.control.lead.lease_renewer import Granted, LeaseRenewer, Over
 from ft_core.control.shell import LeaderContext, Shell
 from ft_core.errors import ConfigError
 from ft_core.leadership import etcd, http, kubernetes, lease
-from ft_core.leadership.base import Fixed, Leader, Leadership, LeadershipError, Notes
+from ft_core.leadership.base import Fixed, Grant, Leader, Leadership, LeadershipError, Notes
 from ft_core.leadership.http import Client
 from ft_core.leadership.kubernetes import Kubernetes
 from ft_core.leadership.lease import DRIFT, Follower, Lease, first_epoch
@@ -143,6 +143,8 @@ class ApiServer(ThreadingHTTPServer):
         self.token, self.objects, self.version = token, {}, 0
         self.lock = threading.Lock()
         self.fails = False
+        self.odd: bytes | None = None
+        """What it answers instead, whatever it is asked."""
         super().__init__(("127.0.0.1", 0), _Handler)
 
 
@@ -154,11 +156,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def _answer(self, status: int, body: dict[str, Any]) -> None:
-        text = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
+        self._send(status, json.dumps(body).encode())
 
     def _refuse(self, status: int, message: str) -> None:
         self._answer(status, {"kind": "Status", "code": status, "message": message})
@@ -167,7 +165,9 @@ class _Handler(BaseHTTPRequestHandler):
         server, body = self.server, self.rfile.read(int(self.headers.get("Content-Length") or 0))
         place = "/apis/coordination.k8s.io/v1/namespaces/train/leases"
         with server.lock:
-            if server.fails:
+            if server.odd is not None:
+                self._send(200, server.odd)
+            elif server.fails:
                 self._refuse(503, "etcdserver: no leader")
             elif self.headers.get("Authorization") != f"Bearer {server.token}":
                 self._refuse(401, "Unauthorized")
@@ -175,6 +175,12 @@ class _Handler(BaseHTTPRequestHandler):
                 self._refuse(404, "the server could not find the requested resource")
             else:
                 self._serve(self.path.removeprefix(place).strip("/"), body)
+
+    def _send(self, status: int, text: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
 
     do_GET = do_POST = do_PUT = _handle  # noqa: N815
 
@@ -584,6 +590,31 @@ def test_a_lease_that_a_person_has_annotated_is_kept(tmp_path: Path) -> None:
         assert kept.server.objects["llm"]["metadata"]["annotations"]["a"] == "b"
 
 
+ODD = [b"", b"{}", b"[]", b'"ok"', b"<html>", b'{"responses": [], "spec": {}, "metadata": {}}']
+ODD += [b'{"responses": [{"response_range": 1}, 2], "ID": [], "spec": {"holderIdentity": 1}}']
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("place", ["etcd", "kubernetes"])
+def test_an_odd_answer_ends_nobody(place: str, odd: bytes, tmp_path: Path) -> None:
+    """As of a proxy, or of a server that is just starting: it is not known who leads, and that is all."""
+    with api_server(tmp_path) as kept:
+        client = kept.client()
+        first = client.acquire("one:1", 0)
+        kept.server.odd = odd
+        if place == "etcd":
+            client = etcd.Etcd([kept.server.server_address], "job", "key", 2)
+        with pytest.raises(LeadershipError):
+            client.look()
+        with pytest.raises(LeadershipError):
+            client.acquire("two:1", 0)
+        if place == "kubernetes":
+            with pytest.raises(LeadershipError):
+                client.renew(first)
+            kept.server.odd = None
+            assert client.renew(first) and client.look() == Leader(1, "one:1")
+
+
 # -- the thread ----------------------------------------------------------------------------------------
 
 
@@ -607,9 +638,9 @@ def test_a_keeper_leads_keeps_its_lease_and_says_that_the_job_is_over(tmp_path: 
         while not granted.lease.holds(without_renewals + 3 * lease.RENEW):
             assert granted.lease.holds(lease.clock())
             await asyncio.sleep(0.05)
-        leads.note(Notes({"resumed": 1}))
+        leads.note(granted.lease.term, Notes({"resumed": 1}))
         agreed = asyncio.Event()
-        leads.end(5, agreed.set)
+        leads.end(granted.lease.term, 5, agreed.set)
         await agreed.wait()
         assert await follows == Over(5)
 
@@ -622,11 +653,40 @@ def test_a_keeper_whose_controller_resigns_leads_again_in_a_newer_term(tmp_path:
         keeper = LeaseRenewer(kept.client(), "one:1", begins=True)
         first = await keeper.news.get()
         assert isinstance(first, Granted)
-        keeper.resign(floor=40)
+        keeper.resign(first.lease.term, floor=40)
         second = await keeper.news.get()
         assert (
             isinstance(second, Granted) and second.lease.term == 41 and not first.lease.holds(lease.clock())
         )
+
+    with api_server(tmp_path) as kept:
+        run(test(kept))
+
+
+def test_what_is_ordered_about_a_lease_is_not_done_with_the_next(tmp_path: Path) -> None:
+    """A controller winds down for a while once its lease is lost; meanwhile there may be another one."""
+
+    async def test(kept: Kept) -> None:
+        keeper = LeaseRenewer(kept.client(), "one:1", begins=True)
+        first = await keeper.news.get()
+        kept.delete()
+        second = await keeper.news.get()
+        assert isinstance(first, Granted) and isinstance(second, Granted)
+        assert second.lease.term > first.lease.term and not first.lease.holds(lease.clock())
+        done = asyncio.Event()
+        for term in (first.lease.term, second.lease.term):
+            keeper.note(term, Notes({"resumed": term}))
+        keeper.note(first.lease.term, Notes({"resumed": first.lease.term}))
+        keeper.end(first.lease.term, 1, done.set)
+        keeper.resign(first.lease.term)
+        renewed = lease.clock() + lease.SECONDS
+        while not second.lease.holds(renewed):
+            await asyncio.sleep(0.05)
+        assert keeper.news.empty() and not done.is_set()
+        keeper.resign(second.lease.term)
+        third = await keeper.news.get()
+        assert isinstance(third, Granted) and third.lease.term == second.lease.term + 1
+        assert third.notes.recorded == {"resumed": second.lease.term}
 
     with api_server(tmp_path) as kept:
         run(test(kept))
@@ -701,10 +761,11 @@ class Orders:
         self.noted: list[Notes] = []
         self.ends: list[tuple[int, Callable[[], None]]] = []
 
-    def note(self, notes: Notes) -> None:
+    def note(self, term: int, notes: Notes) -> None:
+        assert term == 5
         self.noted.append(notes)
 
-    def end(self, code: int, agreed: Callable[[], None]) -> None:
+    def end(self, term: int, code: int, agreed: Callable[[], None]) -> None:
         self.ends.append((code, agreed))
 
 
@@ -790,6 +851,62 @@ def test_nobody_hears_of_the_jobs_end_before_that_is_written_down(tmp_path: Path
         assert await elected.running == 1
         assert isinstance(first := await waits, m.LeaderHello) and first.term == 5
         assert m.Shutdown(code=1) in await said(late)
+
+    run(test())
+
+
+class Slow:
+    """Where leases are kept, far away: it takes a while to write something there."""
+
+    every, place, near = 0.5, "slow://", "127.0.0.1:1"
+
+    def __init__(self) -> None:
+        self.noted: list[Notes] = []
+        self.written = 0
+        """How often, since the last renewal."""
+        self.at_once = 0
+        """How often at most between two renewals."""
+
+    def look(self) -> Leader:
+        return Leader()
+
+    def acquire(self, address: str, floor: int, job: str = "") -> Grant:
+        return Grant("job", floor + 1, 1000.0, Notes(), None)
+
+    def renew(self, grant: Grant) -> bool:
+        self.written = 0
+        return True
+
+    def note(self, grant: Grant, notes: Notes) -> bool:
+        self.written += 1
+        self.at_once = max(self.at_once, self.written)
+        time.sleep(1.1 * lease.RENEW)
+        self.noted.append(notes)
+        return True
+
+    def resign(self, grant: Grant, over: int | None = None) -> bool:
+        return True
+
+
+def test_what_is_noted_keeps_no_lease_from_being_renewed() -> None:
+    """Where much happens and the way is long: the newest notes are written, the lease is renewed before."""
+
+    async def test() -> None:
+        slow = Slow()
+        keeper = LeaseRenewer(slow, "one:1", begins=True)
+        granted = await keeper.news.get()
+        assert isinstance(granted, Granted)
+        last, ended = Notes(), asyncio.Event()
+        for number in range(30):
+            last = Notes({"resumed": number})
+            keeper.note(granted.lease.term, last)
+        while last not in slow.noted:
+            keeper.note(granted.lease.term, last)
+            await asyncio.sleep(0.05)
+        keeper.note(granted.lease.term, Notes({"resumed": 31}))
+        keeper.end(granted.lease.term, 0, ended.set)
+        await ended.wait()
+        assert slow.at_once == 1 and len(slow.noted) < 10
 
     run(test())
 
