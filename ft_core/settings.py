@@ -318,12 +318,30 @@ class Settings:
         """Read `job.json`. Raises ConfigError saying what is wrong with the directory."""
         path = job_dir / JOB
         try:
-            data = json.loads(path.read_text())
-            return cls(**{**data, "command": Command(**data["command"])})
+            return cls.of(json.loads(path.read_text()))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{path} is not a job's settings ({error}); give the directory of ftrun --job-dir"
             ) from None
+
+    @classmethod
+    def of(cls, data: dict[str, Any]) -> Settings:
+        """As they were written. Raises KeyError and TypeError for what are none."""
+        return cls(**{**data, "command": Command(**data["command"])})
+
+
+def packed(settings: Settings, secret: bytes) -> bytes:
+    """What each process of a job must know, see `process.handed`."""
+    return json.dumps({"settings": dataclasses.asdict(settings), "secret": secret.decode()}).encode()
+
+
+def known(job_dir: Path, handed: bytes | None) -> tuple[Settings, bytes]:
+    """The job's settings and its secret: what was `handed` to this process, else what the job directory has.
+    Raises ConfigError."""
+    if handed is None:
+        return Settings.read(job_dir), read_secret(job_dir)
+    data = json.loads(handed)
+    return Settings.of(data["settings"]), data["secret"].encode()
 
 
 def put(path: Path, text: str) -> None:
@@ -341,7 +359,7 @@ def unique(node: str) -> str:
 
 def job_id(job_dir: Path, given: str) -> str:
     """The job's id: what was `given`, else what its directory has, else one that is drawn. From now on its
-    directory has it. Raises ConfigError."""
+    directory has it. Raises ConfigError if one that was not given cannot be kept there."""
     path = job_dir / ID
     try:
         known = path.read_text().strip() if path.exists() else ""
@@ -352,7 +370,9 @@ def job_id(job_dir: Path, given: str) -> str:
             found = leadership.new_id()
         put(path, found + "\n")
     except OSError as error:
-        raise ConfigError(f"{path}, the job's id, cannot be kept: {error.strerror}") from None
+        if not given:
+            raise ConfigError(f"{path}, the job's id, cannot be kept: {error.strerror}") from None
+        return given
     return found
 
 

@@ -30,6 +30,7 @@ from ft_core.settings import (
     SECRET_ENV,
     SHORTEST,
     Settings,
+    job_id,
     put,
     read_secret,
     unique,
@@ -104,13 +105,16 @@ def _launch(args: argparse.Namespace) -> Launcher:
     try:
         if not settings.leadership and rank == 0:
             launcher.claim()
-        _take_secret(job_dir)
+        secret, own = _take_secret(job_dir), settings
         settings.write(job_dir)
         put(job_dir / "controller", settings.meeting + "\n")
+        if not settings.leadership and rank == 0:
+            own = dataclasses.replace(settings, run_id=job_id(job_dir, settings.run_id))
     except OSError as error:
         raise ConfigError(
             f"nothing can be written into the job directory {job_dir}: {error.strerror}"
         ) from error
+    launcher.hand(own, secret)
     if args.standalone:
         domains = [d.strip() for d in args.ft_domain.split(",")] if args.ft_domain else []
         launcher.standalone, launcher.respawn = True, args.respawn
@@ -212,7 +216,7 @@ def _join(args: argparse.Namespace) -> Launcher:
         settings = settings_of(args)
         _check_hooks(settings)
         job_dir = _job_dir(args)
-        _take_secret(job_dir)
+        secret = _take_secret(job_dir)
         settings.write(job_dir)
     elif args.job_dir is None:
         raise ConfigError("--join needs the job's --job-dir, or the job's own command line")
@@ -228,19 +232,20 @@ def _join(args: argparse.Namespace) -> Launcher:
         _check_hooks(settings)
         check(job_dir)
         read_secret(job_dir)
-        _take_secret(job_dir)
+        secret = _take_secret(job_dir)
         LOG_CONTEXT.json = settings.log_format == "json"
     if settings.meeting != args.join:
         raise ConfigError(f"--join {args.join}: the job in {job_dir} is at {settings.meeting}")
     _tell_where_state_goes(settings, told=False)
     launcher = Launcher(job_dir)
+    launcher.hand(settings, secret)
     if settings.leadership:
         launcher.candidate(spare=True)
     launcher.agent(unique(socket.gethostname()), -1, where.of(socket.gethostname()) if where.source else "")
     return launcher
 
 
-def _take_secret(job_dir: Path) -> None:
+def _take_secret(job_dir: Path) -> bytes:
     secret = write_secret(job_dir)
     if len(secret) < SHORTEST:
         tell(
@@ -248,6 +253,7 @@ def _take_secret(job_dir: Path) -> None:
             "made can guess it; `openssl rand -hex 32` makes one",
             "WARNING",
         )
+    return secret
 
 
 def _open_standard_streams() -> None:

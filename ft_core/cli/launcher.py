@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from ft_core.errors import FAILED, FAILED_NOTE, ConfigError
-from ft_core.process import last_line
+from ft_core.process import handed, last_line
 from ft_core.process.lines import LOG_CONTEXT
 from ft_core.process.sigterm import ENDED
 from ft_core.protocol.sockets import reserve, split_address
+from ft_core.settings import Settings, packed
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
@@ -82,6 +83,8 @@ class Launcher:
         self._agents: list[subprocess.Popen[bytes]] = []
         self._sockets_in = place_for_sockets()
         self._last_line = last_line.make()
+        self._handed = -1
+        """Memory with what they must know; else they read the job directory."""
         self._running: dict[subprocess.Popen[bytes], _Started] = {}
         """Agents that have not ended, as far as is known."""
         self._given_up = False
@@ -131,6 +134,10 @@ class Launcher:
         host, _ = split_address(address)
         self._reserved = reserve(host)
         return f"{address.rpartition(':')[0]}:{self._reserved.getsockname()[1]}"
+
+    def hand(self, settings: Settings, secret: bytes) -> None:
+        """Give these to all that are started from now on: the job directory may be lost before its job."""
+        self._handed = handed.make(packed(settings, secret))
 
     def controller(self, *about: str) -> None:
         """Start the controller; `wait` starts another should it die."""
@@ -279,8 +286,9 @@ class Launcher:
 
     def _start(self, module: str, *arguments: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", module, f"--parent={os.getpid()}", "--job-dir", str(self._job_dir)]
-        command += [f"--last-line={self._last_line}", *arguments]
-        about: dict[str, Any] = {"stdin": subprocess.DEVNULL, "pass_fds": [self._last_line]}
+        command += [f"--last-line={self._last_line}", f"--handed={self._handed}", *arguments]
+        passed = [number for number in (self._last_line, self._handed) if number >= 0]
+        about: dict[str, Any] = {"stdin": subprocess.DEVNULL, "pass_fds": passed}
         return subprocess.Popen(command, start_new_session=True, **about)
 
 

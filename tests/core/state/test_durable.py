@@ -272,8 +272,8 @@ def agent(tmp_path: Path, store: NodeStore) -> Iterator[NodeShell]:
     settings = Settings(
         1, 1, Command("t.py"), controller="127.0.0.1:9", durable_dir=str(tmp_path / "durable")
     )
-    write_secret(tmp_path)
-    agent = NodeShell(replace(settings, durable_interval=1), tmp_path, "node0", "", 0, Loop())
+    secret = write_secret(tmp_path)
+    agent = NodeShell(replace(settings, durable_interval=1), secret, tmp_path, "node0", "", 0, Loop())
     agent.store = store
     yield agent
     agent.transport.close()
