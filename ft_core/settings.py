@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import secrets
@@ -58,6 +59,12 @@ FLAGS = {
     "every": "--ft-every",
 }
 """Settings that a script's own configuration may bring, and the flags of `ftrun` that say the same."""
+ALIKE = (
+    *("nnodes", "min_nodes", "nproc_per_node", "stages", "replicas", "ready_standbys", "policy"),
+    *("lr_intervention", "snapshot", "every", "verify", "durable_interval", "heartbeat"),
+)
+"""Settings that all nodes of a job act by, and that must be the same on all, as the command must. Others are
+a node's own, or those of whoever leads."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +196,26 @@ class Settings:
     """Set in every worker, as torchrun's own variables are."""
     given: list[str] = field(default_factory=list)
     """Those of `FLAGS` that were given to `ftrun`: a script's own configuration cannot change them."""
+
+    @property
+    def alike(self) -> dict[str, Any]:
+        """What must be the same on all nodes of a job. A script may lie in another directory on each."""
+        command, own = self.command, dataclasses.asdict(self)
+        kind = ["-m"] * command.module + ["--no-python"] * command.no_python
+        target = command.target if command.module else Path(command.target).name
+        return {"command": [*kind, target, *command.arguments], **{name: own[name] for name in ALIKE}}
+
+    @property
+    def digest(self) -> str:
+        """Stands for all that is `alike`, in a greeting."""
+        return hashlib.sha256(json.dumps(self.alike).encode()).hexdigest()[:16]
+
+    def differences(self, job: Mapping[str, Any]) -> str:
+        """In words, what is different from what is `alike` in a job; empty if nothing is."""
+        own = self.alike
+        return "; ".join(
+            _difference(name, own[name], job.get(name)) for name in own if own[name] != job.get(name)
+        )
 
     @property
     def meeting(self) -> str:
@@ -328,6 +355,21 @@ class Settings:
     def of(cls, data: dict[str, Any]) -> Settings:
         """As they were written. Raises KeyError and TypeError for what are none."""
         return cls(**{**data, "command": Command(**data["command"])})
+
+
+def _difference(name: str, here: Any, there: Any) -> str:
+    if not (isinstance(here, list) and isinstance(there, list)):
+        return f"{name} is {here} here, and {there} in that job"
+    begins = _common(here, there)
+    ends = _common(here[begins:][::-1], there[begins:][::-1])
+    shown = [" ".join(words[max(0, begins - 1) : len(words) - ends]) for words in (here, there)]
+    return f"the {name} has {shown[0]!r} here, and {shown[1]!r} in that job"
+
+
+def _common(one: list[Any], other: list[Any]) -> int:
+    """How many words at the beginning are the same."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def packed(settings: Settings, secret: bytes) -> bytes:

@@ -26,6 +26,7 @@ from ft_core.process.lines import LOG_CONTEXT
 from ft_core.protocol.sockets import listen, only_here, seen_by_others, split_address
 from ft_core.settings import (
     ANY_RANK,
+    JOB,
     SECRET_ADVICE,
     SECRET_ENV,
     SHORTEST,
@@ -103,12 +104,14 @@ def _launch(args: argparse.Namespace) -> Launcher:
     if settings.controller.endswith(":0"):
         settings = dataclasses.replace(settings, controller=launcher.reserve(settings.controller))
     try:
-        if not settings.leadership and rank == 0:
+        leads = not settings.leadership and rank == 0
+        if leads:
             launcher.claim()
         secret, own = _take_secret(job_dir), settings
-        settings.write(job_dir)
-        put(job_dir / "controller", settings.meeting + "\n")
-        if not settings.leadership and rank == 0:
+        if leads or _is_first(settings, job_dir):
+            settings.write(job_dir)
+            put(job_dir / "controller", settings.meeting + "\n")
+        if leads:
             own = dataclasses.replace(settings, run_id=job_id(job_dir, settings.run_id))
     except OSError as error:
         raise ConfigError(
@@ -134,6 +137,19 @@ def _launch(args: argparse.Namespace) -> Launcher:
         tell(f"ftrun: failure domain {where.of(place)}, from {where.source}")
     launcher.agent(unique(place), rank, where.of(place))
     return launcher
+
+
+def _is_first(settings: Settings, job_dir: Path) -> bool:
+    """Whether there is no job yet in this directory. Raises ConfigError if there is one with another command
+    line: whoever joins that one by its directory would get what this one is about to write."""
+    if not (job_dir / JOB).exists():
+        return True
+    if differences := settings.differences(Settings.read(job_dir).alike):
+        raise ConfigError(
+            f"{job_dir} is the directory of another job: {differences}; give a new one, or the command line "
+            "of that job"
+        )
+    return False
 
 
 def _check_hooks(settings: Settings, *, first: bool = False) -> None:
@@ -217,7 +233,8 @@ def _join(args: argparse.Namespace) -> Launcher:
         _check_hooks(settings)
         job_dir = _job_dir(args)
         secret = _take_secret(job_dir)
-        settings.write(job_dir)
+        if _is_first(settings, job_dir):
+            settings.write(job_dir)
     elif args.job_dir is None:
         raise ConfigError("--join needs the job's --job-dir, or the job's own command line")
     else:

@@ -730,7 +730,8 @@ class Elected:
                 await asyncio.sleep(0.02)
                 continue
             held = m.Holdings(0, "", 0, [], {}, {}, {}, 0, "x:1", "x:1", None)
-            channel.post(m.AgentHello("node0", term, 1, 0, "domain", "data:1", held, [], False, ""))
+            digest = self.shell.settings.digest
+            channel.post(m.AgentHello("node0", term, 1, 0, "domain", "data:1", held, [], False, "", digest))
             return channel
 
 

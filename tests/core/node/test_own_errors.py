@@ -67,8 +67,11 @@ from ft_core.protocol.messages import (
 from ft_core.protocol.sockets import listen, reserve
 from ft_core.settings import Command, Settings, read_secret, write_secret
 
+DIGEST = Settings(1, 1, Command("train.py"), replicas=0).digest
+"""Of what is the same in all of these jobs."""
 HELLO = AgentHello(
-    "x", 1, 0, 0, "x", "x:1", Holdings(0, "", 0, [], {}, {}, {}, 2, "x:1", "x:1", None), [], False, ""
+    *("x", 1, 0, 0, "x", "x:1", Holdings(0, "", 0, [], {}, {}, {}, 2, "x:1", "x:1", None), [], False, ""),
+    digest=DIGEST,
 )
 POISON = RoleLayout(1, 0, adopted=False, segments={}, initial=0, resumes=False, group=None)
 """A message that its handler does not expect."""
