@@ -161,7 +161,8 @@ class Settings:
     """How often in a row all scripts are started again, from storage, without a new step in between, before
     the job ends (`--max-restarts`). 0: what cannot be gone on from in place ends it at once."""
     shutdown_timeout: float = 20.0
-    """Seconds that the newest version may take to storage when the job ends (`--shutdown-timeout`)."""
+    """Seconds that the newest version may take to storage when the job ends (`--shutdown-timeout`); and that
+    workers which handle SIGTERM have before that, if it is one of those `given`."""
     redirects: int = 3
     """Which of a worker's streams go to files: 0 none, 1 stdout, 2 stderr, 3 both."""
     tee: int = 3
@@ -195,7 +196,8 @@ class Settings:
     environment: dict[str, str] = field(default_factory=dict)
     """Set in every worker, as torchrun's own variables are."""
     given: list[str] = field(default_factory=list)
-    """Those of `FLAGS` that were given to `ftrun`: a script's own configuration cannot change them."""
+    """Those of `FLAGS` that were given to `ftrun`, which a script's own configuration cannot change; and
+    `shutdown_timeout`, if it was."""
 
     @property
     def alike(self) -> dict[str, Any]:

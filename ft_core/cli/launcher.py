@@ -102,7 +102,8 @@ class Launcher:
         self.sole_node = False
         """Nor is one needed elsewhere, though spares may join from there."""
         self.patience = math.inf
-        """Seconds that workers have to end after SIGTERM, if they handle it."""
+        """Seconds that workers have to end after SIGTERM, if they handle it, and the newest version then, on
+        its way to storage."""
         self._told_at: float | None = None
         """When SIGTERM has come, for the first time."""
         self._interrupted = False
@@ -243,7 +244,8 @@ class Launcher:
         """Again and again, since a process that is just starting may miss it; to agents it is the same."""
         now = time.monotonic()
         if self._pass_on_at == math.inf:
-            self._pass_on_at, self._deadline = now, now + self.patience
+            # Agents see to it that workers have no longer; what follows may take as long once more.
+            self._pass_on_at, self._deadline = now, now + 2 * self.patience + _STOP_GRACE
             tell(
                 "ftrun: told to end (SIGTERM): if this is one node of several, and the job can go on without "
                 "it, its roles move; else the workers are told, and those that handle it end by themselves."

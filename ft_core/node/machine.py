@@ -229,6 +229,8 @@ class Agent:
                 if not self._termination.under_way:
                     asks = self._connected and self._has_others()
                     self._termination.begin(self.crew.playing(), self._now + ANSWER * asks)
+                    if "shutdown_timeout" in (settings := self._launched).given:
+                        self._termination.leave_at = self._now + settings.shutdown_timeout
                     self._post(m.Leaving())
                     self._do(*self._termination.pass_on(self.crew.playing(), self._now))
                     self._leave_if_told()

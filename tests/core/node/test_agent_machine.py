@@ -973,6 +973,23 @@ def test_a_notice_is_told_until_it_is_taken_back(training: Node):
     assert not training.said(m.Notice)
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_workers_that_handle_sigterm_have_a_time_that_was_given(given: bool):
+    """Then their node leaves, so that what is in memory can be written in the time that is left."""
+    node = Node(shutdown_timeout=20.0, given=["shutdown_timeout"] * given)
+    node.hear(plan(roles={0: "node0"}))
+    node.handle(e.Terminate())
+    node.handle(e.Tick(), 19)
+    assert not node.said(m.Left)
+    node.handle(e.Tick(), 2)
+    assert node.said(m.Left) == [m.Left()] * given
+    assert not node.effects(e.End), "what it holds may be wanted"
+    node.handle(e.Tick(), 20)
+    assert not node.effects(e.End)
+    node.handle(e.Tick(), GRACE)
+    assert node.effects(e.End) == [e.End(ENDED)] * given
+
+
 def test_a_node_whose_workers_die_of_sigterm_leaves_with_the_last():
     node = Node(nproc_per_node=2)
     node.hear(plan(roles={0: "node0", 1: "node0"}))
