@@ -518,7 +518,11 @@ class NodeShell:
                 if role not in order.plan.sources:
                     raise FtError(f"version {order.version} of role {role} is no longer in memory")
                 about = role, order.plan, self.store, self.transport, self.settings
-                memory.take(await asyncio.to_thread(bring, *about))
+                made = [await asyncio.to_thread(bring, *about)]
+                if self.machine.epochs.epoch != order.plan.epoch:  # the slots are a worker's again
+                    give_up(made)
+                    raise FtError(f"epoch {order.plan.epoch} is over")
+                memory.take(made[0])
             where = self._durable_dir, self.settings.world_size, self.store
             what = first, order.version, order.plan, order.replicated
             await self._on_storage(durable.save, *where, *what)
