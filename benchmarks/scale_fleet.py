@@ -88,7 +88,7 @@ class Fleet:
     """The agents of one process."""
 
     def __init__(self, layout: Sharded, controller: str, secret: bytes, settings: Settings) -> None:
-        self.layout, self.secret = layout, secret
+        self.layout, self.secret, self.digest = layout, secret, settings.digest
         usual = replace(settings, heartbeats_missed=Settings.heartbeats_missed)
         self.every, self.again = usual.pulse, SAME * usual.silence_limit
         self.host, self.port = split_address(controller)
@@ -295,7 +295,9 @@ class Agent(Client):
         where = f"10.{self.rank >> 16 & 255}.{self.rank >> 8 & 255}.{self.rank & 255}:40001"
         held = self._holdings()
         self._reported = held, 0
-        return m.AgentHello(self.name, 1, 1, self.rank, self.name, where, held, self._said, False, "")
+        return m.AgentHello(
+            self.name, 1, 1, self.rank, self.name, where, held, self._said, False, "", self.fleet.digest
+        )
 
     def _report(self, if_changed: bool = False) -> None:
         """As an agent does: by difference. `if_changed`: only if that is more than versions."""

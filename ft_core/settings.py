@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import secrets
@@ -58,6 +59,12 @@ FLAGS = {
     "every": "--ft-every",
 }
 """Settings that a script's own configuration may bring, and the flags of `ftrun` that say the same."""
+ALIKE = (
+    *("nnodes", "min_nodes", "nproc_per_node", "stages", "replicas", "ready_standbys", "policy"),
+    *("lr_intervention", "snapshot", "every", "verify", "durable_interval", "heartbeat"),
+)
+"""Settings that all nodes of a job act by, and that must be the same on all, as the command must. Others are
+a node's own, or those of whoever leads."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +161,8 @@ class Settings:
     """How often in a row all scripts are started again, from storage, without a new step in between, before
     the job ends (`--max-restarts`). 0: what cannot be gone on from in place ends it at once."""
     shutdown_timeout: float = 20.0
-    """Seconds that the newest version may take to storage when the job ends (`--shutdown-timeout`)."""
+    """Seconds that the newest version may take to storage when the job ends (`--shutdown-timeout`); and that
+    workers which handle SIGTERM have before that, if it is one of those `given`."""
     redirects: int = 3
     """Which of a worker's streams go to files: 0 none, 1 stdout, 2 stderr, 3 both."""
     tee: int = 3
@@ -188,7 +196,28 @@ class Settings:
     environment: dict[str, str] = field(default_factory=dict)
     """Set in every worker, as torchrun's own variables are."""
     given: list[str] = field(default_factory=list)
-    """Those of `FLAGS` that were given to `ftrun`: a script's own configuration cannot change them."""
+    """Those of `FLAGS` that were given to `ftrun`, which a script's own configuration cannot change; and
+    `shutdown_timeout`, if it was."""
+
+    @property
+    def alike(self) -> dict[str, Any]:
+        """What must be the same on all nodes of a job. A script may lie in another directory on each."""
+        command, own = self.command, dataclasses.asdict(self)
+        kind = ["-m"] * command.module + ["--no-python"] * command.no_python
+        target = command.target if command.module else Path(command.target).name
+        return {"command": [*kind, target, *command.arguments], **{name: own[name] for name in ALIKE}}
+
+    @property
+    def digest(self) -> str:
+        """Stands for all that is `alike`, in a greeting."""
+        return hashlib.sha256(json.dumps(self.alike).encode()).hexdigest()[:16]
+
+    def differences(self, job: Mapping[str, Any]) -> str:
+        """In words, what is different from what is `alike` in a job; empty if nothing is."""
+        own = self.alike
+        return "; ".join(
+            _difference(name, own[name], job.get(name)) for name in own if own[name] != job.get(name)
+        )
 
     @property
     def meeting(self) -> str:
@@ -318,12 +347,45 @@ class Settings:
         """Read `job.json`. Raises ConfigError saying what is wrong with the directory."""
         path = job_dir / JOB
         try:
-            data = json.loads(path.read_text())
-            return cls(**{**data, "command": Command(**data["command"])})
+            return cls.of(json.loads(path.read_text()))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{path} is not a job's settings ({error}); give the directory of ftrun --job-dir"
             ) from None
+
+    @classmethod
+    def of(cls, data: dict[str, Any]) -> Settings:
+        """As they were written. Raises KeyError and TypeError for what are none."""
+        return cls(**{**data, "command": Command(**data["command"])})
+
+
+def _difference(name: str, here: Any, there: Any) -> str:
+    if not (isinstance(here, list) and isinstance(there, list)):
+        return f"{name} is {here} here, and {there} in that job"
+    begins = _common(here, there)
+    ends = _common(here[begins:][::-1], there[begins:][::-1])
+    shown = [" ".join(words[max(0, begins - 1) : len(words) - ends]) for words in (here, there)]
+    return f"the {name} has {shown[0]!r} here, and {shown[1]!r} in that job"
+
+
+def _common(one: list[Any], other: list[Any]) -> int:
+    """How many words at the beginning are the same."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def packed(settings: Settings, secret: bytes) -> bytes:
+    """What each process of a job must know, see `process.handed`."""
+    return json.dumps({"settings": dataclasses.asdict(settings), "secret": secret.decode()}).encode()
+
+
+def known(job_dir: Path, handed: bytes | None) -> tuple[Settings, bytes]:
+    """The job's settings and its secret: what was `handed` to this process, else what the job directory has.
+    Raises ConfigError."""
+    if handed is None:
+        return Settings.read(job_dir), read_secret(job_dir)
+    data = json.loads(handed)
+    return Settings.of(data["settings"]), data["secret"].encode()
 
 
 def put(path: Path, text: str) -> None:
@@ -341,7 +403,7 @@ def unique(node: str) -> str:
 
 def job_id(job_dir: Path, given: str) -> str:
     """The job's id: what was `given`, else what its directory has, else one that is drawn. From now on its
-    directory has it. Raises ConfigError."""
+    directory has it. Raises ConfigError if one that was not given cannot be kept there."""
     path = job_dir / ID
     try:
         known = path.read_text().strip() if path.exists() else ""
@@ -352,7 +414,9 @@ def job_id(job_dir: Path, given: str) -> str:
             found = leadership.new_id()
         put(path, found + "\n")
     except OSError as error:
-        raise ConfigError(f"{path}, the job's id, cannot be kept: {error.strerror}") from None
+        if not given:
+            raise ConfigError(f"{path}, the job's id, cannot be kept: {error.strerror}") from None
+        return given
     return found
 
 

@@ -73,7 +73,6 @@ def _patch_global_vars(module: ModuleType) -> None:
 def _configure(args: Any) -> None:
     """Raises ConfigError for what the arguments ask for and cannot have, before anything is set up."""
     from ft_core.errors import ConfigError
-    from ft_core.settings import read_secret
     from ft_core.worker import session
     from ft_megatron import arguments, progress_log
 
@@ -96,7 +95,7 @@ def _configure(args: Any) -> None:
     if current.role == 0:
         versions.warn_unknown(_version())
     current.configure(settings)
-    progress_log.one_run(read_secret(current.job_dir))
+    progress_log.one_run(current.secret)
     if current.started_over:
         _resume(args)
 

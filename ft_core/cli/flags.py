@@ -513,7 +513,6 @@ def settings_of(args: argparse.Namespace) -> Settings:
         interfaces=interfaces.parse(args.ft_interface),
         http=_address("--ft-http", args.ft_http),
         metrics=_metrics(args.ft_metrics_port),
-        **({} if args.shutdown_timeout is None else {"shutdown_timeout": args.shutdown_timeout}),
         notices=which.parse(args.ft_notices or [which.NONE if args.standalone else which.AUTO]),
         preflight=args.ft_preflight,
         hooks=hooks.parse(args.ft_on),
@@ -528,7 +527,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
-    """Flags for which the script's own configuration may have other values: those that were given."""
+    """Flags that were given, of those for which it matters: the script's own configuration may have other
+    values, or it means more that they were."""
     durable = args.ft_durable_dir
     found = {
         "spares": args.spares,
@@ -541,6 +541,7 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
         "durable_interval": args.ft_durable_interval,
         "stages": args.ft_pipeline_stages,
         "every": args.ft_every,
+        "shutdown_timeout": args.shutdown_timeout,
     }
     return {name: value for name, value in found.items() if value is not None}
 

@@ -27,10 +27,12 @@ from ft_core.process.lines import LOG_CONTEXT
 from ft_core.protocol.sockets import listen, only_here, seen_by_others, split_address
 from ft_core.settings import (
     ANY_RANK,
+    JOB,
     SECRET_ADVICE,
     SECRET_ENV,
     SHORTEST,
     Settings,
+    job_id,
     put,
     read_secret,
     unique,
@@ -112,15 +114,20 @@ def _launch(args: argparse.Namespace) -> Launcher:
     if settings.controller.endswith(":0"):
         settings = dataclasses.replace(settings, controller=launcher.reserve(settings.controller))
     try:
-        if not settings.leadership and rank == 0:
+        leads = not settings.leadership and rank == 0
+        if leads:
             launcher.claim()
-        _take_secret(job_dir)
-        settings.write(job_dir)
-        put(job_dir / "controller", settings.meeting + "\n")
+        secret, own = _take_secret(job_dir), settings
+        if leads or _is_first(settings, job_dir):
+            settings.write(job_dir)
+            put(job_dir / "controller", settings.meeting + "\n")
+        if leads:
+            own = dataclasses.replace(settings, run_id=job_id(job_dir, settings.run_id))
     except OSError as error:
         raise ConfigError(
             f"nothing can be written into the job directory {job_dir}: {error.strerror}"
         ) from error
+    launcher.hand(own, secret)
     if args.standalone:
         domains = [d.strip() for d in args.ft_domain.split(",")] if args.ft_domain else []
         launcher.standalone, launcher.respawn = True, args.respawn
@@ -140,6 +147,19 @@ def _launch(args: argparse.Namespace) -> Launcher:
         say(f"ftrun: failure domain {where.of(place)}, from {where.source}")
     launcher.agent(unique(place), rank, where.of(place))
     return launcher
+
+
+def _is_first(settings: Settings, job_dir: Path) -> bool:
+    """Whether there is no job yet in this directory. Raises ConfigError if there is one with another command
+    line: whoever joins that one by its directory would get what this one is about to write."""
+    if not (job_dir / JOB).exists():
+        return True
+    if differences := settings.differences(Settings.read(job_dir).alike):
+        raise ConfigError(
+            f"{job_dir} is the directory of another job: {differences}; give a new one, or the command line "
+            "of that job"
+        )
+    return False
 
 
 def _check_hooks(settings: Settings, *, first: bool = False) -> None:
@@ -222,8 +242,9 @@ def _join(args: argparse.Namespace) -> Launcher:
         settings = settings_of(args)
         _check_hooks(settings)
         job_dir = _job_dir(args)
-        _take_secret(job_dir)
-        settings.write(job_dir)
+        secret = _take_secret(job_dir)
+        if _is_first(settings, job_dir):
+            settings.write(job_dir)
     elif args.job_dir is None:
         raise ConfigError("--join needs the job's --job-dir, or the job's own command line")
     else:
@@ -238,19 +259,20 @@ def _join(args: argparse.Namespace) -> Launcher:
         _check_hooks(settings)
         check(job_dir)
         read_secret(job_dir)
-        _take_secret(job_dir)
+        secret = _take_secret(job_dir)
         LOG_CONTEXT.json = settings.log_format == "json"
     if settings.meeting != args.join:
         raise ConfigError(f"--join {args.join}: the job in {job_dir} is at {settings.meeting}")
     _tell_where_state_goes(settings, told=False)
     launcher = Launcher(job_dir)
+    launcher.hand(settings, secret)
     if settings.leadership:
         launcher.candidate(spare=True)
     launcher.agent(unique(socket.gethostname()), -1, where.of(socket.gethostname()) if where.source else "")
     return launcher
 
 
-def _take_secret(job_dir: Path) -> None:
+def _take_secret(job_dir: Path) -> bytes:
     secret = write_secret(job_dir)
     if len(secret) < SHORTEST:
         say(
@@ -258,6 +280,7 @@ def _take_secret(job_dir: Path) -> None:
             "made can guess it; `openssl rand -hex 32` makes one",
             "WARNING",
         )
+    return secret
 
 
 def _open_standard_streams() -> None:

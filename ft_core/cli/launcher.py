@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from ft_core.errors import FAILED, FAILED_NOTE, ConfigError
-from ft_core.process import last_line
+from ft_core.process import handed, last_line
 from ft_core.process.async_writer import say
 from ft_core.process.sigterm import ENDED
 from ft_core.protocol.sockets import reserve, split_address
+from ft_core.settings import Settings, packed
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
@@ -86,6 +87,8 @@ class Launcher:
         self._agents: list[subprocess.Popen[bytes]] = []
         self._sockets_in = place_for_sockets()
         self._last_line = last_line.make()
+        self._handed = -1
+        """Memory with what they must know; else they read the job directory."""
         self._running: dict[subprocess.Popen[bytes], _Started] = {}
         """Agents that have not ended, as far as is known."""
         self._given_up = False
@@ -103,7 +106,8 @@ class Launcher:
         self.sole_node = False
         """Nor is one needed elsewhere, though spares may join from there."""
         self.patience = math.inf
-        """Seconds that workers have to end after SIGTERM, if they handle it."""
+        """Seconds that workers have to end after SIGTERM, if they handle it, and the newest version then, on
+        its way to storage."""
         self._told_at: float | None = None
         """When SIGTERM has come, for the first time."""
         self._interrupted = False
@@ -137,6 +141,10 @@ class Launcher:
         host, _ = split_address(address)
         self._reserved = reserve(host)
         return f"{address.rpartition(':')[0]}:{self._reserved.getsockname()[1]}"
+
+    def hand(self, settings: Settings, secret: bytes) -> None:
+        """Give these to all that are started from now on: the job directory may be lost before its job."""
+        self._handed = handed.make(packed(settings, secret))
 
     def controller(self, *about: str) -> None:
         """Start the controller; `wait` starts another should it die."""
@@ -265,7 +273,8 @@ class Launcher:
         """Again and again, since a process that is just starting may miss it; to agents it is the same."""
         now = time.monotonic()
         if self._pass_on_at == math.inf:
-            self._pass_on_at, self._deadline = now, now + self.patience
+            # Agents see to it that workers have no longer; what follows may take as long once more.
+            self._pass_on_at, self._deadline = now, now + 2 * self.patience + _STOP_GRACE
             say(
                 "ftrun: told to end (SIGTERM): if this is one node of several, and the job can go on without "
                 "it, its roles move; else the workers are told, and those that handle it end by themselves."
@@ -308,8 +317,9 @@ class Launcher:
 
     def _start(self, module: str, *arguments: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", module, f"--parent={os.getpid()}", "--job-dir", str(self._job_dir)]
-        command += [f"--last-line={self._last_line}", *arguments]
-        about: dict[str, Any] = {"stdin": subprocess.DEVNULL, "pass_fds": [self._last_line]}
+        command += [f"--last-line={self._last_line}", f"--handed={self._handed}", *arguments]
+        passed = [number for number in (self._last_line, self._handed) if number >= 0]
+        about: dict[str, Any] = {"stdin": subprocess.DEVNULL, "pass_fds": passed}
         return subprocess.Popen(command, start_new_session=True, **about)
 
 

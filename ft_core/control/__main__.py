@@ -11,11 +11,11 @@ from pathlib import Path
 from ft_core.control.lead import candidate
 from ft_core.control.shell import LAST_LINES, Shell
 from ft_core.errors import FAILED, ConfigError
-from ft_core.process import collector, last_line, parent
+from ft_core.process import collector, handed, last_line, parent
 from ft_core.process.async_writer import console, log_to_console, say
 from ft_core.process.descriptors import check_limit
 from ft_core.process.lines import LOG_CONTEXT
-from ft_core.settings import Settings
+from ft_core.settings import known
 
 log = logging.getLogger("ft_core.control")
 
@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("--spare", action="store_true", help="given on nodes that no job begins with")
     parent.add_argument(parser)
     last_line.add_argument(parser)
+    handed.add_argument(parser)
     args = parser.parse_args()
     parent.expect(args.parent)
     last_line.share(args.last_line)
@@ -36,12 +37,12 @@ def main() -> int:
     console().keep(args.job_dir / "logs" / "controller.log")
     collector.exempt()
     try:
-        settings = Settings.read(args.job_dir)
+        settings, secret = known(args.job_dir, handed.take(args.handed))
         LOG_CONTEXT.json = settings.log_format == "json"
         check_limit("the controller", *settings.size)
         if settings.leadership:
-            return asyncio.run(candidate.serve(settings, args.job_dir, not args.spare))
-        code = asyncio.run(Shell(settings, args.job_dir, args.failed_before).run())
+            return asyncio.run(candidate.serve(settings, secret, args.job_dir, not args.spare))
+        code = asyncio.run(Shell(settings, secret, args.job_dir, args.failed_before).run())
         assert code is not None, "a controller without a lease cannot lose it"
         return code
     except ConfigError as error:

@@ -7,6 +7,7 @@ next greetings. Training does not notice its absence.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import assert_never
@@ -99,7 +100,7 @@ class Controller:
         """The job as others see it."""
         self._questions = ctl.Questions()
         self._reporter = ProgressReporter()
-        self._job = job
+        self._job, self._alike, self._digest = job, settings.alike, settings.digest
         self._session = ids()
         self._starts_job = spent is None
         """Whether it has yet to record that the job has started."""
@@ -169,6 +170,11 @@ class Controller:
         cluster, node = self.cluster, Node.of(peer, hello, self._out.now)
         if hello.job not in ("", self._job):
             self._turn_away(peer, hello)
+            return
+        if hello.digest != self._digest:
+            reason = f"node {hello.node} (process {hello.pid}) was started with another command line"
+            told = m.OtherCommand(json.dumps(self._alike))
+            self._out.emit(e.Refuse(reason), e.Send(peer, told), e.Close(peer))
             return
         if hello.term > cluster.term and not cluster.settings.leadership:
             reason = f"node {hello.node} obeys a controller of term {hello.term}"

@@ -52,7 +52,7 @@ from ft_core.protocol.http import Numbering, Site, called
 from ft_core.protocol.http_server import Server
 from ft_core.protocol.pulses import receiver
 from ft_core.protocol.sockets import listen, split_address
-from ft_core.settings import Settings, job_id, read_secret
+from ft_core.settings import Settings, job_id
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +102,7 @@ class Shell:
     def __init__(
         self,
         settings: Settings,
+        secret: bytes,
         job_dir: Path,
         failed_before: int | None = None,
         leader: LeaderContext | None = None,
@@ -115,7 +116,7 @@ class Shell:
         self._held: list[e.Effect] | None = None
         """The job's end, until that is agreed to by whoever keeps the lease."""
         self._agreed = False
-        self._secret = read_secret(job_dir)
+        self._secret = secret
         self.events, self._samples = FileWriter(job_dir / "events.jsonl"), FileWriter(job_dir / ledger.NAME)
         if leader is None:
             self.notes, settled = _notes(job_dir / "events.jsonl"), 0.0
@@ -517,9 +518,9 @@ def _notes(path: Path) -> Notes:
     """What predecessors have left, on this machine."""
     found: dict[str, int] = {}
     spent, at = None, 0.0
-    if not path.is_file():  # not there yet, or a device, which has no end
-        return Notes()
     try:
+        if not path.is_file():  # not there yet, or a device, which has no end
+            return Notes()
         with path.open("rb") as lines:
             for line in lines:
                 if _DURABLE in line:  # one for each role of each checkpoint: nearly all of a long job's

@@ -20,11 +20,11 @@ from ft_core.errors import FAILED_NOTE, FtError
 from ft_core.node.link import pulse
 from ft_core.node.shell import LAST_WORD, NodeShell, kill_node
 from ft_core.node.workers import orphans
-from ft_core.process import collector, last_line, parent
+from ft_core.process import collector, handed, last_line, parent
 from ft_core.process.async_writer import console, log_to_console
 from ft_core.process.descriptors import check_limit
 from ft_core.process.lines import LOG_CONTEXT
-from ft_core.settings import Settings, read_secret
+from ft_core.settings import known
 
 log = logging.getLogger("ft_core.node")
 
@@ -40,6 +40,7 @@ def main() -> int:
     parser.add_argument("--beside-controller", action="store_true", help="it has the same console")
     parent.add_argument(parser)
     last_line.add_argument(parser)
+    handed.add_argument(parser)
     args = parser.parse_args()
     parent.expect(args.parent)
     last_line.share(args.last_line)
@@ -51,8 +52,8 @@ def main() -> int:
     # For the fork server, and for workers until they have a role: Slurm sends it to every process.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     collector.exempt()
-    settings, loop = Settings.read(args.job_dir), pulse.Loop()
-    about = read_secret(args.job_dir), args.node, settings.pulse
+    settings, secret = known(args.job_dir, handed.take(args.handed))
+    loop, about = pulse.Loop(), (secret, args.node, settings.pulse)
     orphans.own(pulse.start(loop, *about))  # before there is any thread
     LOG_CONTEXT.json, LOG_CONTEXT.component = settings.log_format == "json", "agent"
     LOG_CONTEXT.about = lambda: {"node": args.node}
@@ -66,7 +67,7 @@ def main() -> int:
     if parent.gone():
         kill_node()
     check_limit(f"node {args.node}", *settings.size)
-    shell = NodeShell(settings, args.job_dir, args.node, args.domain, args.node_rank, loop)
+    shell = NodeShell(settings, secret, args.job_dir, args.node, args.domain, args.node_rank, loop)
     shell.speaks = not args.beside_controller
     return asyncio.run(_serve(shell, args.temporary))
 

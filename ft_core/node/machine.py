@@ -9,6 +9,7 @@ epoch under way is in `node.epochs`.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections import Counter, deque
@@ -118,6 +119,8 @@ class Agent:
         """Whether it is to be taken out."""
         self.drained = False
         """Whether it was, and nobody needs it any more."""
+        self._launched, self._digest = settings, settings.digest
+        """The settings that `ftrun` has given, and their digest."""
         self._devices = Reported(60 * settings.strike_minutes)
         self._checked = Checked()
         self._notice: tuple[str, float] | None = None
@@ -226,6 +229,8 @@ class Agent:
                 if not self._termination.under_way:
                     asks = self._connected and self._has_others()
                     self._termination.begin(self.crew.playing(), self._now + ANSWER * asks)
+                    if "shutdown_timeout" in (settings := self._launched).given:
+                        self._termination.leave_at = self._now + settings.shutdown_timeout
                     self._post(m.Leaving())
                     self._do(*self._termination.pass_on(self.crew.playing(), self._now))
                     self._leave_if_told()
@@ -269,6 +274,7 @@ class Agent:
                 said=said,
                 draining=self.draining,
                 job=job,
+                digest=self._digest,
             )
         )
         if self._notice is not None:
@@ -311,6 +317,18 @@ class Agent:
         else:
             self._leave_if_told()
 
+    def _refused(self, differences: str) -> None:
+        """The job was started with another command line: roles that went on here would be other ones."""
+        said = f"it was started with another command line than the job it came to: {differences}"
+        if self.epochs.plan is not None:
+            self._outage.warn(said, self._now)
+            return
+        log.error(
+            "node %s leaves: %s; give it that of the job; or for another job, another address and --job-dir",
+            *(self.about.node, said),
+        )
+        self._end(2)
+
     def _on_controller(self, message: m.ToAgent) -> None:
         match message:
             case m.LeaderHello(session=session):
@@ -319,6 +337,8 @@ class Agent:
                     self.epochs.end_starts()
             case m.OtherJob():
                 pass  # heard by whoever has taken the connection
+            case m.OtherCommand(alike):
+                self._refused(self._launched.differences(json.loads(alike)))
             case m.Abort(epoch):
                 self.epochs.abort(epoch)
             case m.Hosts() | m.OwnPlan():

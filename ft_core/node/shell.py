@@ -51,7 +51,7 @@ from ft_core.node.notices.watch import Watch
 from ft_core.node.workers import departure, flight, orphans
 from ft_core.node.workers.oom import OomKiller
 from ft_core.node.workers.processes import WorkerPool
-from ft_core.process import last_line, parent, sigterm, stacks
+from ft_core.process import handed, last_line, parent, sigterm, stacks
 from ft_core.process.async_writer import console, say
 from ft_core.process.awake import AwakeClock
 from ft_core.process.inject import Injector
@@ -66,7 +66,7 @@ from ft_core.protocol.connection import Connection
 from ft_core.protocol.http import Numbering
 from ft_core.protocol.http_server import Server
 from ft_core.protocol.sockets import join_address, listen, own_host, reserve, split_address
-from ft_core.settings import SAVED, Settings, read_id, read_secret, unique
+from ft_core.settings import SAVED, Settings, read_id, unique
 from ft_core.state import durable
 from ft_core.state.manifest import Segment
 from ft_core.state.memory import Word
@@ -99,13 +99,20 @@ class NodeShell:
     """The process of one node's agent."""
 
     def __init__(
-        self, settings: Settings, job_dir: Path, node: str, domain: str, node_rank: int, loop: Loop
+        self,
+        settings: Settings,
+        secret: bytes,
+        job_dir: Path,
+        node: str,
+        domain: str,
+        node_rank: int,
+        loop: Loop,
     ) -> None:
         """`loop` is told when this agent's event loop goes round."""
         self.speaks = True
         """Whether what happens to this node is said here; else the controller has the same console."""
         self.settings, self.job_dir, self.node, self.domain = settings, job_dir, node, domain or node
-        self.secret = read_secret(job_dir)
+        self.secret = secret
         self._log_dir = job_dir / "logs" / f"{node}-{os.getpid()}"
         self.store = NodeStore()
         self._memory = OomKiller()
@@ -513,7 +520,11 @@ class NodeShell:
                 if role not in order.plan.sources:
                     raise FtError(f"version {order.version} of role {role} is no longer in memory")
                 about = role, order.plan, self.store, self.transport, self.settings
-                memory.take(await asyncio.to_thread(bring, *about))
+                made = [await asyncio.to_thread(bring, *about)]
+                if self.machine.epochs.epoch != order.plan.epoch:  # the slots are a worker's again
+                    give_up(made)
+                    raise FtError(f"epoch {order.plan.epoch} is over")
+                memory.take(made[0])
             where = self._durable_dir, self.settings.world_size, self.store
             what = first, order.version, order.plan, order.replicated
             await self._on_storage(durable.save, *where, *what)
@@ -617,7 +628,8 @@ class NodeShell:
             sys.exit(1)
         await self._tee.close(_LAST_OUTPUT)
         await asyncio.to_thread(console().flush, LAST_WORD)
-        about = [parent.argument(), last_line.argument(), "--job-dir", str(self.job_dir)]
+        about = [parent.argument(), last_line.argument(), handed.argument()]
+        about += ["--job-dir", str(self.job_dir)]
         about += ["--beside-controller"] * (not self.speaks)
         about += ["--domain", self.domain, "--node", unique(self.node)]
         if temporary := temporary_directory():

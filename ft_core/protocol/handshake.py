@@ -28,7 +28,7 @@ from ft_core.protocol.framing import Frames
 SECONDS = 5.0
 PATIENCE = 30.0
 """Seconds for the handshake of members: thousands of them may come at once to a machine that is slow."""
-VERSION = 28
+VERSION = 29
 """The version of the protocol: another number as soon as any message, or the way it is sent, is another."""
 
 FRESH = 60.0

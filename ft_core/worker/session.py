@@ -94,6 +94,11 @@ class Session:
         return self._machine.role
 
     @property
+    def secret(self) -> bytes:
+        """The job's secret, which all of its workers have from their agents."""
+        return self._shell.secret
+
+    @property
     def world_size(self) -> int:
         """How many roles the job has."""
         return self._machine.world_size

@@ -53,7 +53,7 @@ class WorkerShell:
         self.injector = Injector(job_dir, "")
         self.version = 0
         """How many steps the state of this role has seen."""
-        self._channel, self._secret = channel, secret
+        self._channel, self.secret = channel, secret
         self._condition = threading.Condition()
         self._replies: dict[int, Reply | None] = {}
         """By request that somebody waits for, the reply once it is there."""
@@ -235,7 +235,7 @@ class WorkerShell:
     def _take_role(self, assignment: m.Assign) -> None:
         self._assignment = assignment
         self.injector = Injector(self.job_dir, assignment.env[INJECT_ENV])
-        about = assignment.role, assignment.plan.began_with.roles, self._suspect, self._secret
+        about = assignment.role, assignment.plan.began_with.roles, self._suspect, self.secret
         self.comms = Communicators(*about, flight=self.control.flight)
         self.comms.traffic, self.comms.hung, self.comms.passed = self._traffic, self._hung, self.passed
         self.comms.reopened = lambda epoch: self.handle(e.Reopened(epoch))

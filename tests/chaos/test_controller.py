@@ -98,3 +98,13 @@ def test_a_job_whose_directory_is_deleted_recovers_and_ends(tmp_path):
         os.kill(worker, signal.SIGKILL)
         assert job.process.wait(100) == 0, job.console()[-3000:]
         assert not alive(worker)
+
+
+def test_a_job_whose_directory_is_deleted_has_another_controller(tmp_path):
+    with Job(tmp_path / "job", LAYOUT, STEPS, script=PACED) as job:
+        job.wait_for("resumed")
+        controller = job.status()["controller_pid"]
+        shutil.rmtree(job.job_dir)
+        os.kill(controller, signal.SIGKILL)
+        assert job.process.wait(100) == 0, job.console()[-3000:]
+        assert not alive(controller)

@@ -82,6 +82,29 @@ def test_all_are_told_to_end(number: signal.Signals, tmp_path: Path) -> None:
     check_goes_on(second, first, version)
 
 
+GOES_ON = f"""
+import runpy, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: None)
+sys.path.insert(0, {str(HERE)!r})
+runpy.run_path({str(PACED)!r}, run_name="__main__")
+"""
+
+
+def test_workers_that_handle_the_signal_and_go_on_have_their_time_and_then_it_is_saved(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "goes_on.py"
+    script.write_text(GOES_ON)
+    durable = (f"--ft-durable-dir={tmp_path / 'durable'}",)
+    about = {"spares": 0, "ftrun": (*durable, "--shutdown-timeout=8"), "script": script}
+    with Job(tmp_path / "first", LAYOUT, 100 * STEPS, **about) as job:
+        job.wait_for_step(5)
+        job.process.send_signal(signal.SIGTERM)
+        first = job.finish()
+    assert first.code == 143
+    check_saved(first, tmp_path / "durable")
+
+
 def test_without_a_durable_directory_it_is_the_jobs(tmp_path: Path) -> None:
     """A node is lost: its role's part is put together from others' copies, and written where these are."""
     about = {"spares": 0, "script": PACED}

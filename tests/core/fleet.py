@@ -255,7 +255,7 @@ class Fleet:
             command = [sys.executable, "-m", "ft_core.control", "--job-dir", str(self.job_dir)]
             self._process = await asyncio.create_subprocess_exec(*command)
         else:
-            self.controller = Shell(self.settings, self.job_dir)
+            self.controller = Shell(self.settings, self.secret, self.job_dir)
             self._running = asyncio.create_task(self.controller.run())
 
     async def stop_controller(self) -> None:

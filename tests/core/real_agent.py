@@ -15,7 +15,7 @@ from ft_core.node.link.pulse import Loop
 from ft_core.node.shell import NodeShell
 from ft_core.node.workers.processes import Process, WorkerPool
 from ft_core.protocol import messages as m
-from ft_core.settings import Settings
+from ft_core.settings import Settings, read_secret
 from ft_core.state.manifest import layout
 from ft_core.state.memory import ControlBlock
 
@@ -59,7 +59,7 @@ class RealAgent(NodeShell):
     pool: Pool
 
     def __init__(self, settings: Settings, job_dir: Path, node: str, node_rank: int) -> None:
-        super().__init__(settings, job_dir, node, "", node_rank, Loop())
+        super().__init__(settings, read_secret(job_dir), job_dir, node, "", node_rank, Loop())
         self._tee = Nothing()  # type: ignore[assignment]
 
     def _make_pool(self) -> Pool:

@@ -288,3 +288,21 @@ def test_the_diff_for_those_who_edit(version: str, tmp_path: Path):
     environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
     subprocess.run(["git", "apply", "--unidiff-zero", str(diff)], cwd=tmp_path, env=environment, check=True)
     assert script.read_text().split("\n")[before:] == [*added, "train()", ""]
+
+
+def test_a_newcomer_needs_no_job_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """It may be deleted by then; all workers log to one run of Weights & Biases all the same."""
+    from ft_megatron import hooks
+
+    found: list[dict[str, str]] = []
+    for name, value in (("of", {}), ("check", None)):
+        monkeypatch.setattr(arguments, name, lambda args, value=value: value)
+    monkeypatch.setattr(hooks, "_missing", [])
+    for secret in (b"of the job", b"of the job", b"of another"):
+        about = {"role": 1, "configure": lambda settings: None, "started_over": False}
+        worker = SimpleNamespace(**about, secret=secret, job_dir=tmp_path / "deleted")
+        monkeypatch.setattr("ft_core.worker.session.current", lambda worker=worker: worker)
+        monkeypatch.setattr(os, "environ", {})
+        hooks._configure(SimpleNamespace())
+        found.append(dict(os.environ))
+    assert found[0] == found[1] != found[2] and found[0]["WANDB_RUN_ID"]

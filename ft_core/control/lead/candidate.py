@@ -19,7 +19,7 @@ from ft_core.errors import ConfigError
 from ft_core.leadership.lease import clock, settled_after
 from ft_core.process import parent
 from ft_core.protocol.sockets import join_address, own_host, reserve
-from ft_core.settings import Settings, read_secret
+from ft_core.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +29,11 @@ _LOOK = 0.5
 """Seconds between two looks whether `ftrun` is still there."""
 
 
-async def serve(settings: Settings, job_dir: Path, begins: bool) -> int:
+async def serve(settings: Settings, secret: bytes, job_dir: Path, begins: bool) -> int:
     """Lead whenever it is this process's turn, until the job is over. Returns its exit code. Raises what this
     process cannot cope with. `begins`: whether a job may begin with this node."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    elected = leadership.at(settings.leadership, read_secret(job_dir), settings.size[0])
+    elected = leadership.at(settings.leadership, secret, settings.size[0])
     try:
         host = own_host(elected.near)
     except OSError as error:
@@ -53,7 +53,8 @@ async def serve(settings: Settings, job_dir: Path, begins: bool) -> int:
                 settled=settled_after(elected.every),
                 job=granted.job,
             )
-            code = await _lead(Shell(settings, job_dir, granted.notes.failed, leader), renewer, granted)
+            shell = Shell(settings, secret, job_dir, granted.notes.failed, leader)
+            code = await _lead(shell, renewer, granted)
             if code is not None:
                 return code
     return 1  # `ftrun` is gone

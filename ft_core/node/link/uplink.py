@@ -236,6 +236,9 @@ class Uplink:
         first = await self._first(channel, leader)
         if isinstance(first, m.LeaderHello | m.OtherJob) and first.job != self._job:
             self._is_led(leader, first)
+        if isinstance(first, m.OtherCommand):
+            self._handle(e.FromController(first))
+            raise _OtherJobError(f"the controller at {leader} is of a job with another command line")
         if not isinstance(first, m.LeaderHello):
             raise ProtocolError(f"{channel.peer} does not say in which term it leads")
         self._in_vain = self._named = False

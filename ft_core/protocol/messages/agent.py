@@ -341,7 +341,7 @@ class KeptState(Message, frozen=True):
 class AgentHello(Message, frozen=True):
     """An agent greets. Its greeting is a report too. `term`: the newest that it knows of. `said`: what must
     be known of its roles, said again. `draining`: it is to be taken out. `job`: that it has a part in; empty
-    if it was never let in."""
+    if it was never let in. `digest`: of what must be the same on all nodes (`Settings.digest`)."""
 
     node: NodeName
     term: Term
@@ -353,6 +353,7 @@ class AgentHello(Message, frozen=True):
     said: list[SaidAgain]
     draining: bool
     job: JobId
+    digest: str
 
 
 OfRole = (
@@ -399,6 +400,13 @@ class OtherJob(Message, frozen=True):
     """The first and last word to an agent of another job: this is one that has its address and its secret."""
 
     job: JobId
+
+
+class OtherCommand(Message, frozen=True):
+    """The first and last word to an agent that was started with another command line than this job. `alike`:
+    what must be the same on all nodes (`Settings.alike`), as JSON."""
+
+    alike: str
 
 
 class OwnPlan(Message, frozen=True):
@@ -570,8 +578,8 @@ class Shutdown(Message, frozen=True):
 
 
 ToAgent = (
-    LeaderHello | OtherJob | Hosts | OwnPlan | SharedPlan | NodesChanged | ToRole | KillWorker | Examine
-    | DescribeRole | ListDurable | ProbeNodes | SendHeartbeat | SendState | SendFlight | DescribeFlight
-    | Prepare | Withdraw | Verified | GivenUp | UseSettings | KeepStrikes | Drain | CheckNode | SaveVersion
-    | Shutdown
+    LeaderHello | OtherJob | OtherCommand | Hosts | OwnPlan | SharedPlan | NodesChanged | ToRole
+    | KillWorker | Examine | DescribeRole | ListDurable | ProbeNodes | SendHeartbeat | SendState
+    | SendFlight | DescribeFlight | Prepare | Withdraw | Verified | GivenUp | UseSettings | KeepStrikes
+    | Drain | CheckNode | SaveVersion | Shutdown
 )  # fmt: skip

@@ -56,7 +56,7 @@ class Large:
         self.controller._recovery.transition(Running())
         for number, name in enumerate(names):
             hello = m.AgentHello(
-                name, 1, 100 + number, number, at[name].domain, at[name].data, _NOBODY, [], False, ""
+                name, 1, 100 + number, number, at[name].domain, at[name].data, _NOBODY, [], False, "", ""
             )
             node = Node.of(number, hello, 0.0)
             node.waiting = 1 if number < hosting else PER_NODE + number % 2

@@ -270,6 +270,46 @@ def test_the_directory_of_a_job_that_another_is_about_to_begin(script: str, tmp_
     second.claim()
 
 
+@pytest.mark.parametrize("where", ["--rdzv-endpoint=127.0.0.1:9", "--ft-leadership=etcd://127.0.0.1:9/x"])
+def test_who_does_not_begin_a_job_overwrites_no_other(
+    where: str,
+    script: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    """Its settings are read by whoever joins that job by its directory."""
+    for start in ("controller", "agent"):
+        monkeypatch.setattr(Launcher, start, lambda *_, **__: None)
+    job_dir = tmp_path / "job"
+    flags = ["--nnodes=2", f"--job-dir={job_dir}"]
+    joins = ["--nnodes=2", f"--join={where.partition('=')[2]}", f"--job-dir={job_dir}"]
+
+    def files() -> list[str]:
+        return [(job_dir / name).read_text() for name in ("job.json", "controller")]
+
+    launch._launch(parse([*flags, where, "--node-rank=1", script, "--lr", "1"], {}))
+    before = files()
+    launch._launch(parse([*flags, where, "--node-rank=2", "--tee=0", script, "--lr", "1"], {}))
+    launch._join(parse([*joins, "--ft-metrics-port=9000", script, "--lr", "1"], {}))
+    assert files() == before
+    for words, said in (
+        (
+            [*flags, where, "--node-rank=1", script, "--lr", "2"],
+            "has '--lr 2' here, and '--lr 1' in that job",
+        ),
+        ([*joins, script, "--lr", "2"], "has '--lr 2' here, and '--lr 1' in that job"),
+        (
+            [*flags, where, "--node-rank=1", "--ft-replicas=0", script, "--lr", "1"],
+            "replicas is 0 here, and 1",
+        ),
+    ):
+        assert launch.main(words) == 2
+        error = capsys.readouterr().err
+        assert "is the directory of another job" in error and said in error and "give a new one" in error
+    assert files() == before
+
+
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGQUIT, signal.SIGINT])
 def test_signals_that_end_it_leave_nothing(number: signal.Signals, tmp_path: Path):
     """Also two of them, one right after the other."""

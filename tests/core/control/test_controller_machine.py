@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace as replaced
 from typing import Any, TypeVar
 
 import msgspec
@@ -76,6 +78,7 @@ from ft_core.protocol.messages import (
     NodesChanged,
     NodesProbed,
     OperationCounts,
+    OtherCommand,
     OtherJob,
     OwnPlan,
     PauseAfterStep,
@@ -206,6 +209,7 @@ class Agent:
             said=[*(self.layouts[role] for role in self.workers if role in self.layouts), *said],
             draining=self.draining,
             job="",
+            digest=self.job.settings.digest,
         )
 
     def say(self, message: Message) -> list[Effect]:
@@ -1113,6 +1117,29 @@ def test_an_agent_of_a_former_job_is_told_so_and_changes_nothing() -> None:
         job.join(f"node{number}", number)
     job.wait(0.1)
     assert job.records_of("decided")[0].more["origin"] == "initial"
+
+
+def test_a_node_that_was_started_with_another_command_line_is_not_let_in() -> None:
+    """Even if it says that it is of this job, as who finds the job's directory does."""
+    job = ControlPlane(nodes=2, job="this")
+    job.all_step(3)
+    settings = job.settings
+    for other in (
+        replaced(settings, command=Command("train.py", ["--lr", "2"])),
+        replaced(settings, command=Command("train.py", module=True)),
+        replaced(settings, nproc_per_node=2),
+        replaced(settings, replicas=0),
+    ):
+        greeting = replace(job["node0"].hello(), node="spare", job="this", digest=other.digest)
+        refused, told, closed = job.happens(Greeted(7, greeting))
+        assert isinstance(refused, Refuse) and "node spare (process 1) was started with" in refused.reason
+        assert (told, closed) == (Send(7, OtherCommand(json.dumps(settings.alike))), Close(7))
+    assert set(job.controller.cluster.nodes) == {"node0", "node1"} and job.phase == "running"
+    for same in (
+        replaced(settings, command=Command("/elsewhere/train.py"), durable_dir="/there"),
+        replaced(settings, controller="x:1", interfaces=["ib0"], tee=0, hang_limit=1.0, log_format="json"),
+    ):
+        assert same.digest == settings.digest, "what is a node's own, or the leader's"
 
 
 def test_an_agent_of_this_job_or_of_none_yet_is_let_in_and_hears_its_id() -> None:

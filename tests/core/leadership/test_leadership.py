@@ -779,7 +779,7 @@ class Elected:
         self.address = f"127.0.0.1:{free_port()}"
         self.lease = Lease(5, 1000.0, lease.clock())
         about = (self.lease, cast(LeaseRenewer, self.orders), self.address, PAST, 0.0, "itsid")
-        self.shell = Shell(settings, directory, 0, LeaderContext(*about))
+        self.shell = Shell(settings, self.secret, directory, 0, LeaderContext(*about))
         self.running = asyncio.ensure_future(self.shell.run())
 
     async def node(self, term: int = 5) -> AsyncChannel[m.ToAgent]:
@@ -791,7 +791,8 @@ class Elected:
                 await asyncio.sleep(0.02)
                 continue
             held = m.Holdings(0, "", 0, [], {}, {}, {}, 0, "x:1", "x:1", None)
-            channel.post(m.AgentHello("node0", term, 1, 0, "domain", "data:1", held, [], False, ""))
+            digest = self.shell.settings.digest
+            channel.post(m.AgentHello("node0", term, 1, 0, "domain", "data:1", held, [], False, "", digest))
             return channel
 
 

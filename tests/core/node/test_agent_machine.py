@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Callable, Collection
 from typing import TypeVar, get_args
@@ -256,6 +257,22 @@ def test_a_controller_of_another_job_is_said_and_is_no_controller(
         node.handle(e.NotConnected("it is of job new", other_job=True), outage.ABANDONED / 3 + 1)
     assert "it is of job new; trying again" in caplog.text
     assert node.done == [e.End(1)], "nobody trains here"
+
+
+def test_a_node_with_another_command_line_leaves_and_says_what_is_different(
+    node: Node, training: Node, caplog: pytest.LogCaptureFixture
+):
+    command = Command("/there/train.py", ["--lr", "1", "--steps", "9", "--ft"])
+    other = Settings(2, 1, command, controller="127.0.0.1:1", replicas=0)
+    told = m.OtherCommand(json.dumps(other.alike))
+    assert node.hear(told) == [e.End(2)]
+    assert "node0 leaves" in caplog.text and "replicas is 1 here, and 0 in that job" in caplog.text
+    assert "the command has 'train.py' here, and 'train.py --lr 1 --steps 9 --ft' in that job" in caplog.text
+    mine = Settings(2, 1, Command("train.py", ["--lr", "2", "--steps", "9", "--ft"]), replicas=0)
+    assert mine.differences(other.alike) == "the command has '--lr 2' here, and '--lr 1' in that job"
+    caplog.clear()
+    assert not training.hear(told), "a node with roles trains on"
+    assert "leaves" not in caplog.text and "was started with another command line" in caplog.text
 
 
 def test_without_a_controller_a_node_warns_and_leaves_if_nobody_trains(
@@ -954,6 +971,23 @@ def test_a_notice_is_told_until_it_is_taken_back(training: Node):
     assert training.said(m.Notice) == [m.Notice("", None)]
     training.handle(e.Connected())
     assert not training.said(m.Notice)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_workers_that_handle_sigterm_have_a_time_that_was_given(given: bool):
+    """Then their node leaves, so that what is in memory can be written in the time that is left."""
+    node = Node(shutdown_timeout=20.0, given=["shutdown_timeout"] * given)
+    node.hear(plan(roles={0: "node0"}))
+    node.handle(e.Terminate())
+    node.handle(e.Tick(), 19)
+    assert not node.said(m.Left)
+    node.handle(e.Tick(), 2)
+    assert node.said(m.Left) == [m.Left()] * given
+    assert not node.effects(e.End), "what it holds may be wanted"
+    node.handle(e.Tick(), 20)
+    assert not node.effects(e.End)
+    node.handle(e.Tick(), GRACE)
+    assert node.effects(e.End) == [e.End(ENDED)] * given
 
 
 def test_a_node_whose_workers_die_of_sigterm_leaves_with_the_last():

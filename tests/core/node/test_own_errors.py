@@ -8,6 +8,7 @@ import dataclasses
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -31,6 +32,7 @@ from ft_core.cli.launcher import Launcher
 from ft_core.control.shell import Shell
 from ft_core.errors import FAILED_NOTE, AuthenticationError, ProtocolError
 from ft_core.process import refusals
+from ft_core.process.sigterm import ENDED
 from ft_core.process.tasks import Tasks
 from ft_core.protocol import acceptor
 from ft_core.protocol.async_channel import AsyncChannel
@@ -46,6 +48,7 @@ from ft_core.protocol.messages import (
     Denied,
     FromAgent,
     FromCtl,
+    GivenUp,
     Heartbeat,
     Holdings,
     HoldingsChanged,
@@ -64,8 +67,11 @@ from ft_core.protocol.messages import (
 from ft_core.protocol.sockets import listen, reserve
 from ft_core.settings import Command, Settings, read_secret, write_secret
 
+DIGEST = Settings(1, 1, Command("train.py"), replicas=0).digest
+"""Of what is the same in all of these jobs."""
 HELLO = AgentHello(
-    "x", 1, 0, 0, "x", "x:1", Holdings(0, "", 0, [], {}, {}, {}, 2, "x:1", "x:1", None), [], False, ""
+    *("x", 1, 0, 0, "x", "x:1", Holdings(0, "", 0, [], {}, {}, {}, 2, "x:1", "x:1", None), [], False, ""),
+    digest=DIGEST,
 )
 POISON = RoleLayout(1, 0, adopted=False, segments={}, initial=0, resumes=False, group=None)
 """A message that its handler does not expect."""
@@ -312,12 +318,86 @@ def test_a_controller_that_fails_is_replaced_and_fails_for_good_when_it_meets_th
     assert codes == [1], "the nodes were not told"
 
 
+def test_who_takes_another_controllers_place_needs_no_job_directory(tmp_path: Path):
+    """It may be cleaned away as old, or its storage be away for a moment: the job is healthy."""
+    settings, codes = job(tmp_path / "job", free_port(), run_id="itsid"), list[int]()
+    launcher = Launcher(tmp_path / "job")
+    launcher.hand(settings, secret := read_secret(tmp_path / "job"))
+    thread = threading.Thread(target=lambda: codes.append(launcher.wait()))
+    try:
+        launcher.controller()
+        thread.start()
+        assert greeted(settings, secret).job == "itsid"
+        shutil.rmtree(tmp_path / "job")
+        first = launcher._controller
+        assert first is not None
+        first.kill()
+        first.wait()
+        assert greeted(settings, secret).job == "itsid"
+        assert launcher._controller is not first and not codes
+        launcher.terminate()
+        thread.join(60)
+        assert codes == [ENDED]
+    finally:
+        launcher.stop()
+
+
+def greeted(settings: Settings, secret: bytes) -> LeaderHello:
+    """What a controller says to a node that comes, once there is one."""
+    deadline = time.monotonic() + 60
+    while True:
+        with contextlib.suppress(ConnectionError):
+            channel = Channel.connect(settings.controller, secret, FROM_CONTROLLER, 60.0)
+            channel.send(HELLO)
+            found = channel.recv()
+            channel.close()
+            assert isinstance(found, LeaderHello)
+            return found
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_an_agent_needs_no_job_directory_and_begins_again_without(tmp_path: Path):
+    sock = listen("127.0.0.1")
+    settings = job(tmp_path / "job", sock.getsockname()[1])
+    secret, launcher, names = read_secret(tmp_path / "job"), Launcher(tmp_path / "job"), list[str]()
+    launcher.hand(settings, secret)
+    shutil.rmtree(tmp_path / "job")
+
+    async def controller() -> None:
+        found: asyncio.Queue[Connection] = asyncio.Queue()
+        server = asyncio.create_task(acceptor.serve(sock, secret, "a test", found.put))
+        while len(names) < 2:
+            async with asyncio.timeout(60):
+                channel = await AsyncChannel.accept(await found.get(), secret, FROM_CLIENT)
+                channel.post(UseRelay(""))
+                while not isinstance(hello := await channel.recv(), AgentHello):
+                    pass
+                names.append(hello.node)
+                channel.post(LeaderHello(1, "a", ""))
+                channel.post(GivenUp())
+        server.cancel()
+
+    try:
+        launcher.agent("node0", 0, "")
+        [process] = launcher._running
+        assert secret.decode() not in command_line(process.pid)
+        asyncio.run(controller())
+        assert names[0] == "node0" and names[1].startswith("node0+")
+    finally:
+        launcher.stop()
+        sock.close()
+
+
 def test_a_controller_whose_machine_cannot_even_end_the_job_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     """The next one would fail as well, and so on without end."""
     settings = job(tmp_path / "job", free_port())
-    shell, before = Shell(settings, tmp_path / "job", failed_before=2), signal.getsignal(signal.SIGTERM)
+    shell, before = (
+        Shell(settings, b"secret", tmp_path / "job", failed_before=2),
+        signal.getsignal(signal.SIGTERM),
+    )
 
     def handle(*_: Any) -> None:
         raise RuntimeError("broken")

@@ -412,7 +412,7 @@ def test_who_has_not_called_may_not_speak_for_others(tmp_path: Path):
 
     async def test(job: Job) -> None:
         fleet = job.fleet
-        hello = stranger_hello()
+        hello = stranger_hello(job.fleet.settings.digest)
         channel = await AsyncChannel.connect(fleet.settings.controller, fleet.secret, m.FROM_CONTROLLER)
         channel.post(hello)
         channel.post_encoded(pack([([0], b"{}")]))
@@ -432,7 +432,7 @@ def test_who_has_not_called_may_not_speak_for_others(tmp_path: Path):
     play(tmp_path / "job", test)
 
 
-def stranger_hello() -> m.AgentHello:
+def stranger_hello(digest: str) -> m.AgentHello:
     nothing = m.Holdings(
         epoch=0,
         begun="",
@@ -446,4 +446,5 @@ def stranger_hello() -> m.AgentHello:
         master="",
         configured=None,
     )
-    return m.AgentHello("stranger", 1, 1, -1, "stranger", "127.0.0.1:1", nothing, [], draining=False, job="")
+    about = "stranger", 1, 1, -1, "stranger", "127.0.0.1:1", nothing
+    return m.AgentHello(*about, [], draining=False, job="", digest=digest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ft_core.control.events import Send
 from ft_core.errors import ConfigError
 from ft_core.node import events as e
 from ft_core.protocol import messages as m
-from ft_core.settings import job_id, read_id
+from ft_core.settings import Command, job_id, read_id
 
 
 def become_another_job(fleet: Fleet) -> str:
@@ -93,6 +94,24 @@ def test_an_agent_obeys_no_controller_of_another_job(tmp_path: Path) -> None:
         agent.serve()
         await fleet.until(lambda: any(isinstance(each, e.NotConnected) and each.other_job for each in said))
         assert not any(isinstance(each, e.FromController) for each in said)
+        await agent.end()
+
+    play(test, tmp_path / "job", nodes=1, ranks=[])
+
+
+def test_a_spare_with_another_command_line_leaves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Though it has the job's secret and its id, from the directory of the job."""
+
+    async def test(fleet: Fleet) -> None:
+        await fleet.event("started")
+        other = dataclasses.replace(fleet.settings, command=Command("train.py", ["--lr", "2"]))
+        agent = RealAgent(other, fleet.job_dir, "spare", -1)
+        agent.serve()
+        async with asyncio.timeout(60):
+            assert await agent._done == 2
+        assert "node spare leaves" in caplog.text and "'train.py --lr 2' here" in caplog.text
+        [refused] = fleet.events("refused")
+        assert "node spare" in refused["reason"] and not fleet.events("joined")
         await agent.end()
 
     play(test, tmp_path / "job", nodes=1, ranks=[])

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from core import plans
@@ -272,8 +273,8 @@ def agent(tmp_path: Path, store: NodeStore) -> Iterator[NodeShell]:
     settings = Settings(
         1, 1, Command("t.py"), controller="127.0.0.1:9", durable_dir=str(tmp_path / "durable")
     )
-    write_secret(tmp_path)
-    agent = NodeShell(replace(settings, durable_interval=1), tmp_path, "node0", "", 0, Loop())
+    secret = write_secret(tmp_path)
+    agent = NodeShell(replace(settings, durable_interval=1), secret, tmp_path, "node0", "", 0, Loop())
     agent.store = store
     yield agent
     agent.transport.close()
@@ -351,6 +352,32 @@ def test_what_is_written_and_what_is_not_is_told(agent: NodeShell, tmp_path: Pat
     assert heard[0] == e.DurableDone(0, 1, (0,))
     assert heard[1].version == 2 and "no longer in memory" in heard[1].failed
     assert versions(tmp_path / "durable") == [1]
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_what_comes_for_a_save_that_is_over_takes_no_workers_slot(
+    over: bool, agent: NodeShell, store: NodeStore, monkeypatch: pytest.MonkeyPatch
+):
+    """The controller died as the job ended, and the next one had training go on: slots are mapped again."""
+    heard: list[Any] = []
+    agent._handle = heard.append  # type: ignore[method-assign]
+    _, buffer = store.memory(0).find(1) or pytest.fail("there is no snapshot")
+    before = [*store.memory(0).slots]
+    late = RoleMemory().allocate(0, buffer.segments)
+    late.version = 2
+    agent.machine.epochs.epoch = 3
+
+    def bring(*_: object) -> object:
+        agent.machine.epochs.epoch += over
+        return late
+
+    monkeypatch.setattr("ft_core.node.shell.bring", bring)
+    about = msgspec.structs.replace(plan(3), version=2, sources={0: {}})
+    order = e.WriteVersion((0,), 2, about, replicated=False)
+    asyncio.run(agent._write_version(order))
+    [written] = heard
+    assert written.order == order and (written.failed == "epoch 3 is over") is over
+    assert ([*store.memory(0).slots] == before) is over
 
 
 def test_the_newest_complete_ones_are_kept_and_torn_ones_are_not(tmp_path: Path, store: NodeStore):

@@ -63,7 +63,7 @@ def held_by(draw: random.Random, names: list[str], roles: int) -> dict[str, m.Ho
 
 def held(name: str, *said: m.Holdings) -> NodeInventory:
     """As the controller has it: what was said first, and by difference, over the wire."""
-    found = NodeInventory(m.AgentHello(name, 1, 1, 0, f"of {name}", "x", said[0], [], False, ""))
+    found = NodeInventory(m.AgentHello(name, 1, 1, 0, f"of {name}", "x", said[0], [], False, "", ""))
     for number, (before, now) in enumerate(pairwise(said)):
         message = m.FROM_CLIENT.decode(encode(changed(before, now, number)), "a node")
         assert isinstance(message, m.HoldingsChanged) and found.change(message)
