@@ -36,14 +36,28 @@ def replaced(spaces: Iterable[dict[str, Any]], function: Callable[..., Any]) -> 
             )
         frame = frame.f_back
     chosen = [space for space in found if uses[id(space)] and all(uses[id(space)])]
+    made = _Float(function)
     for space in chosen:
-        space[_NAME] = function
+        space[_NAME] = made
     try:
         yield
     finally:
         for space in chosen:
-            if space.get(_NAME) is function:
+            if space.get(_NAME) is made:
                 del space[_NAME]
+
+
+class _Float:
+    """Stands for the class, also where a function of the script's is pickled with what it refers to."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def __reduce__(self) -> Any:
+        return type, (0.0,)
 
 
 def _uses(code: types.CodeType) -> Iterator[tuple[int, bool]]:

@@ -275,6 +275,7 @@ def test_a_script_that_makes_a_float_of_it_decides_nothing_by_it(monkeypatch: py
     assert line == "nan 1.5 0.0"
     with pytest.raises(Refused, match="decides"):
         decides() and None
+    assert pickle.loads(pickle.dumps(script["float"])) is float
     assert mixed["other"](newcomer.outputs())[1] and "float" not in mixed
     newcomer.arrives()
     newcomer.step(4)
