@@ -18,10 +18,11 @@ from typing import NoReturn
 from ft_core.cli import failure_domains, torchrun
 from ft_core.cli.flags import parse, settings_of
 from ft_core.cli.job_dir import check, prepared
-from ft_core.cli.launcher import INTERRUPTED, Launcher, tell
+from ft_core.cli.launcher import INTERRUPTED, Launcher
 from ft_core.control import hooks
 from ft_core.errors import ConfigError
 from ft_core.net import interfaces
+from ft_core.process.async_writer import console, say
 from ft_core.process.lines import LOG_CONTEXT
 from ft_core.protocol.sockets import listen, only_here, seen_by_others, split_address
 from ft_core.settings import (
@@ -41,21 +42,30 @@ _NAME_KNOWN = 600.0
 _LOOK_UP = 1.0
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end the job, and at last are ignored."""
+_LAST_WORD = 2.0
+"""Seconds in which what was said last may be read."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry of `ftrun`. Returns the job's exit code."""
     _open_standard_streams()
+    try:
+        return _main(argv)
+    finally:
+        console().flush(_LAST_WORD)
+
+
+def _main(argv: list[str] | None) -> int:
     variables: dict[str, str] = {}
     try:
         args = parse(argv)
         LOG_CONTEXT.json, variables = args.ft_log_format == "json", args.variables
         like_sigterm = [signal.SIGTERM, *torchrun.signals(args.signals_to_handle)]
         for note in torchrun.notes(args):
-            tell(f"ftrun: {note}")
+            say(f"ftrun: {note}")
         launcher = _join(args) if args.join else _launch(args)
     except ConfigError as error:
-        tell(f"ftrun: {error}{torchrun.origin(variables)}", "ERROR")
+        say(f"ftrun: {error}{torchrun.origin(variables)}", "ERROR")
         return 2
     except KeyboardInterrupt:  # while it waits for a name
         return INTERRUPTED
@@ -127,7 +137,7 @@ def _launch(args: argparse.Namespace) -> Launcher:
     launcher.sole_node = settings.nnodes == 1 and not settings.leadership
     place = socket.gethostname() + f"-{rank}" * (rank != ANY_RANK)
     if where.source and rank in (0, ANY_RANK):  # what others say is in events.jsonl
-        tell(f"ftrun: failure domain {where.of(place)}, from {where.source}")
+        say(f"ftrun: failure domain {where.of(place)}, from {where.source}")
     launcher.agent(unique(place), rank, where.of(place))
     return launcher
 
@@ -143,7 +153,7 @@ def _where(args: argparse.Namespace) -> failure_domains.FailureDomain:
     """The failure domain of this machine. Raises ConfigError."""
     found = failure_domains.find(args.ft_domain, args.ft_domain_from)
     if found.trouble:
-        tell(f"ftrun: {found.trouble}", "WARNING")
+        say(f"ftrun: {found.trouble}", "WARNING")
     return found
 
 
@@ -152,13 +162,13 @@ def _tell_where_state_goes(settings: Settings, told: bool) -> None:
     it has none of those that were asked for."""
     found = interfaces.chosen(settings.interfaces, settings.controller)
     if told and found:
-        tell(f"ftrun: state is served on {', '.join(map(str, found))}")
+        say(f"ftrun: state is served on {', '.join(map(str, found))}")
 
 
 def _say_where_the_secret_is(job_dir: Path) -> None:
     """Nodes that do not agree about it would wait for each other."""
     if not os.environ.get(SECRET_ENV) and not (job_dir / "secret").exists():
-        tell(
+        say(
             f"ftrun: {SECRET_ENV} is not set: the job's secret is drawn, and put into {job_dir / 'secret'}. "
             "Nodes that do not share this directory are refused without it"
         )
@@ -178,7 +188,7 @@ def _wait_for_name(address: str) -> None:
                     f"{host}, where the controller is to be, is the name of no machine: {error}"
                 ) from None
             if not told:
-                tell(f"ftrun: {host}, where the controller is to be, has no address yet; trying again")
+                say(f"ftrun: {host}, where the controller is to be, has no address yet; trying again")
             told = True
         time.sleep(_LOOK_UP)
 
@@ -192,7 +202,7 @@ def _tell_where_others_come(controller: str) -> None:
     problem = f"{host} is {own} on this machine (/etc/hosts), where no other machine reaches it"
     if (there := seen_by_others(controller)) == controller:
         raise ConfigError(f"{problem}, nor is there a route to others: give its address, --rdzv-endpoint")
-    tell(
+    say(
         f"ftrun: {problem}: the controller is at {there}, the address by which this machine reaches others. "
         "If that is not where they come, give its address with --rdzv-endpoint, on all nodes"
     )
@@ -243,7 +253,7 @@ def _join(args: argparse.Namespace) -> Launcher:
 def _take_secret(job_dir: Path) -> None:
     secret = write_secret(job_dir)
     if len(secret) < SHORTEST:
-        tell(
+        say(
             f"ftrun: the job's secret has {len(secret)} bytes only: who hears one of its connections being "
             "made can guess it; `openssl rand -hex 32` makes one",
             "WARNING",
@@ -266,7 +276,7 @@ def _job_dir(args: argparse.Namespace) -> Path:
         path = Path(tempfile.mkdtemp(prefix="ftjob-", dir=logs))
     except OSError as error:
         raise ConfigError(f"there can be no job directory in {logs}: {error.strerror}") from error
-    tell(f"ftrun: job directory {path}")
+    say(f"ftrun: job directory {path}")
     return path
 
 

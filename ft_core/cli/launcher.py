@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TextIO
 
 from ft_core.errors import FAILED, FAILED_NOTE, ConfigError
 from ft_core.process import last_line
-from ft_core.process.lines import LOG_CONTEXT
+from ft_core.process.async_writer import say
 from ft_core.process.sigterm import ENDED
 from ft_core.protocol.sockets import reserve, split_address
 
@@ -199,7 +199,7 @@ class Launcher:
             self._fill_places()
             if not self._running:
                 if (self.standalone or self.sole_node) and self._given_up and not self._told:
-                    tell(_ALL_FAILED, "ERROR")
+                    say(_ALL_FAILED, "ERROR")
                     return 1
                 if self._controller is None or (self._elected and not self._is_waited_for()):
                     return max((abs(a.returncode) for a in self._agents), default=1)
@@ -228,7 +228,7 @@ class Launcher:
             start()
         except OSError as error:
             if self._not_started_at == -math.inf:
-                tell(f"ftrun: a process of the job cannot be started, and is tried again: {error}", "ERROR")
+                say(f"ftrun: a process of the job cannot be started, and is tried again: {error}", "ERROR")
             self._not_started_at = time.monotonic()
             return False
         self._not_started_at = -math.inf
@@ -266,7 +266,7 @@ class Launcher:
         now = time.monotonic()
         if self._pass_on_at == math.inf:
             self._pass_on_at, self._deadline = now, now + self.patience
-            tell(
+            say(
                 "ftrun: told to end (SIGTERM): if this is one node of several, and the job can go on without "
                 "it, its roles move; else the workers are told, and those that handle it end by themselves."
                 f" Once more, after {_AS_ONE:.0f} s, ends them at once."
@@ -311,11 +311,6 @@ class Launcher:
         command += [f"--last-line={self._last_line}", *arguments]
         about: dict[str, Any] = {"stdin": subprocess.DEVNULL, "pass_fds": [self._last_line]}
         return subprocess.Popen(command, start_new_session=True, **about)
-
-
-def tell(text: str, level: str = "INFO") -> None:
-    """To the person at the console, by this process itself."""
-    print(LOG_CONTEXT.line(level, text), file=sys.stderr, flush=True)
 
 
 def place_for_sockets() -> str:

@@ -80,12 +80,12 @@ def test_ftrun_starts_what_the_script_asks_for():
         ),
     ],
 )
-def test_ftrun_refuses(flags: str, named: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_ftrun_refuses(flags: str, named: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     job_dir = tmp_path / "job"
     own = ["--ft-replicas=2"] if "contradicts" in named[0] else []
     command = ["--standalone", "--nnodes=3", *own, f"--job-dir={job_dir}", __file__, *MEGATRON]
     assert launch.main([*command, *flags.split()]) == 2
-    error = capsys.readouterr().err
+    error = capfd.readouterr().err
     assert error.startswith("ftrun: ") and all(text in error for text in named)
     assert not job_dir.exists()
 

@@ -36,10 +36,10 @@ def directory(tmp_path: Path) -> Path:
     return path
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+def refused(capfd: pytest.CaptureFixture[str], *arguments: object) -> str:
     """What `ftrun` says, which starts nothing."""
     assert main([str(each) for each in arguments]) == 2
-    return capsys.readouterr().err
+    return capfd.readouterr().err
 
 
 def begins(script: Path, directory: Path) -> list[object]:
@@ -48,47 +48,47 @@ def begins(script: Path, directory: Path) -> list[object]:
 
 @as_root
 def test_a_directory_of_another_user(
-    script: Path, directory: Path, capsys: pytest.CaptureFixture[str]
+    script: Path, directory: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     os.chown(directory, NOBODY, NOBODY)
-    said = refused(capsys, *begins(script, directory))
+    said = refused(capfd, *begins(script, directory))
     assert f"{directory} is a directory of user nobody, not of user root" in said
     assert not list(directory.iterdir()), "nothing was written into it"
 
 
 def test_a_directory_that_all_may_write_to(
-    script: Path, directory: Path, capsys: pytest.CaptureFixture[str]
+    script: Path, directory: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     directory.chmod(0o1777)
-    assert "may be written to by all users of this machine" in refused(capsys, *begins(script, directory))
+    assert "may be written to by all users of this machine" in refused(capfd, *begins(script, directory))
     assert not list(directory.iterdir())
 
 
 @as_root
 def test_a_directory_that_another_users_link_leads_to(
-    script: Path, directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    script: Path, directory: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     link = tmp_path / "link"
     link.symlink_to(directory)
     os.lchown(link, NOBODY, NOBODY)
-    assert f"{link} is a link that user nobody has made" in refused(capsys, *begins(script, link))
+    assert f"{link} is a link that user nobody has made" in refused(capfd, *begins(script, link))
     assert not list(directory.iterdir())
 
 
 def test_a_secret_that_is_a_link(
-    script: Path, directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    script: Path, directory: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "elsewhere").write_text("a secret that somebody knows")
     (directory / "secret").symlink_to(tmp_path / "elsewhere")
-    assert f"{directory}/secret is a link, and may be one" in refused(capsys, *begins(script, directory))
+    assert f"{directory}/secret is a link, and may be one" in refused(capfd, *begins(script, directory))
 
 
 def test_a_secret_that_others_may_read(
-    script: Path, directory: Path, capsys: pytest.CaptureFixture[str]
+    script: Path, directory: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (directory / "secret").write_text("a secret that somebody knows")
     (directory / "secret").chmod(0o644)
-    said = refused(capsys, *begins(script, directory))
+    said = refused(capfd, *begins(script, directory))
     assert "secret is open to others (mode 644), who could" in said and "chmod 600" in said
 
 
@@ -97,36 +97,36 @@ def test_an_empty_secret(
     text: str,
     script: Path,
     directory: Path,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("ft_core.settings._WRITTEN", 0.1)
     (directory / "secret").touch(0o600)
-    assert "secret is empty: remove it" in refused(capsys, *begins(script, directory))
+    assert "secret is empty: remove it" in refused(capfd, *begins(script, directory))
     monkeypatch.setenv(SECRET_ENV, text)
-    assert f"{SECRET_ENV} is set, and empty" in refused(capsys, *begins(script, directory))
+    assert f"{SECRET_ENV} is set, and empty" in refused(capfd, *begins(script, directory))
 
 
 def test_another_secret_than_the_directorys(
-    script: Path, directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    script: Path, directory: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (directory / "secret").write_text("that of the directory\n")
     (directory / "secret").chmod(0o600)
     monkeypatch.setenv(SECRET_ENV, "that of the environment")
-    assert f"{SECRET_ENV} is not the secret of {directory}" in refused(capsys, *begins(script, directory))
+    assert f"{SECRET_ENV} is not the secret of {directory}" in refused(capfd, *begins(script, directory))
     assert not (directory / "job.json").exists()
 
 
 @as_root
 @pytest.mark.parametrize("name", ["", "job.json", "secret"])
 def test_who_joins_runs_nothing_that_somebody_else_has_written(
-    name: str, script: Path, directory: Path, capsys: pytest.CaptureFixture[str]
+    name: str, script: Path, directory: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     Settings(1, 1, Command(str(script)), controller="127.0.0.1:9").write(directory)
     (directory / "secret").write_text("a secret that somebody knows")
     (directory / "secret").chmod(0o600)
     os.chown(directory / name, NOBODY, NOBODY)
-    said = refused(capsys, "--join", "127.0.0.1:9", "--job-dir", directory)
+    said = refused(capfd, "--join", "127.0.0.1:9", "--job-dir", directory)
     assert "user nobody" in said and "could have this machine run what they like" in said
 
 

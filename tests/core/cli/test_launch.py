@@ -81,24 +81,24 @@ def script(tmp_path: Path) -> str:
         ("--nnodes=2 --node-rank=0 --rdzv-endpoint=host:0", "host:0"),
     ],
 )
-def test_wrong_flags(flags: str, named: str, script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_wrong_flags(flags: str, named: str, script: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     job_dir = tmp_path / "job"
     assert launch.main([*flags.split(), f"--job-dir={job_dir}", script]) == 2
-    error = capsys.readouterr().err
+    error = capfd.readouterr().err
     assert error.startswith("ftrun: ") and named in error
     assert not job_dir.exists()
 
 
 def test_a_directory_that_can_be_none_of_a_job(
-    script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    script: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     file = tmp_path / "file"
     file.touch()
     assert launch.main(["--standalone", f"--job-dir={file}", script]) == 2
-    assert capsys.readouterr().err == f"ftrun: {file} cannot be the job directory: File exists\n"
+    assert capfd.readouterr().err == f"ftrun: {file} cannot be the job directory: File exists\n"
     (tmp_path / "job" / "job.json").mkdir(parents=True)
     assert launch.main(["--standalone", f"--job-dir={tmp_path / 'job'}", script]) == 2
-    assert "nothing can be written into the job directory" in capsys.readouterr().err
+    assert "nothing can be written into the job directory" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
@@ -133,18 +133,18 @@ def test_a_free_port_is_nobody_elses(
 
 
 @pytest.mark.parametrize("flags", [["--ft-policy=panic"], ["--nonsense"], ["--spare=2"]])
-def test_unknown_flags(flags: list[str], script: str, capsys: pytest.CaptureFixture[str]):
+def test_unknown_flags(flags: list[str], script: str, capfd: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as stop:
         launch.main(["--standalone", *flags, script])
     assert stop.value.code == 2
-    assert flags[0].split("=")[0] in capsys.readouterr().err
+    assert flags[0].split("=")[0] in capfd.readouterr().err
 
 
-def test_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_script(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     assert launch.main(["--standalone"]) == 2
-    assert "no script given" in capsys.readouterr().err
+    assert "no script given" in capfd.readouterr().err
     assert launch.main(["--standalone", str(tmp_path / "missing.py")]) == 2
-    assert "there is no script" in capsys.readouterr().err
+    assert "there is no script" in capfd.readouterr().err
 
 
 def test_flags_behind_the_script_are_the_scripts(script: str):
@@ -244,20 +244,20 @@ def test_wrong_configurations(
     named: list[str],
     framework: Callable[..., list[str]],
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ):
     job_dir = tmp_path / "job"
     command = ["--standalone", "--nnodes=2", *flags.split(), f"--job-dir={job_dir}", *framework(**section)]
     assert launch.main(command) == 2
-    error = capsys.readouterr().err
+    error = capfd.readouterr().err
     assert error.startswith("ftrun: ") and all(text in error for text in named)
     assert not job_dir.exists()
 
 
-def test_the_directory_of_an_earlier_job(script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_directory_of_an_earlier_job(script: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     (tmp_path / "events.jsonl").touch()
     assert launch.main(["--standalone", f"--job-dir={tmp_path}", script]) == 2
-    assert "is the directory of an earlier job" in capsys.readouterr().err
+    assert "is the directory of an earlier job" in capfd.readouterr().err
 
 
 def test_the_directory_of_a_job_that_another_is_about_to_begin(script: str, tmp_path: Path):
@@ -295,16 +295,16 @@ def test_signals_that_end_it_leave_nothing(number: signal.Signals, tmp_path: Pat
     assert not list((tmp_path / "tmp").glob("ft-agent-*"))
 
 
-def test_join(script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_join(script: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     assert launch.main(["--join=127.0.0.1:1"]) == 2
-    assert "--join needs the job's --job-dir" in capsys.readouterr().err
+    assert "--join needs the job's --job-dir" in capfd.readouterr().err
     assert launch.main(["--join=127.0.0.1:1", f"--job-dir={tmp_path}"]) == 2
-    assert "is not a job's settings" in capsys.readouterr().err
+    assert "is not a job's settings" in capfd.readouterr().err
     assert launch.main(["--join=127.0.0.1:1", f"--job-dir={tmp_path / 'elsewhere'}"]) == 2
-    assert "the job's command line, and set FT_JOB_SECRET" in capsys.readouterr().err
+    assert "the job's command line, and set FT_JOB_SECRET" in capfd.readouterr().err
     _job(tmp_path, script)
     assert launch.main(["--join=127.0.0.1:1", f"--job-dir={tmp_path}"]) == 2
-    assert f"the job in {tmp_path} is at" in capsys.readouterr().err
+    assert f"the job in {tmp_path} is at" in capfd.readouterr().err
 
 
 def _job(job_dir: Path, script: str) -> Settings:
@@ -371,25 +371,25 @@ def test_wrong_injections(part: str):
     assert f"cannot read {part!r}" in str(wrong.value) and "evaluate" in str(wrong.value)
 
 
-def test_ctl_without_a_job(script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_ctl_without_a_job(script: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     assert ctl.main(["--job-dir", str(tmp_path), "status"]) == 2
-    assert "is not a job's settings" in capsys.readouterr().err
+    assert "is not a job's settings" in capfd.readouterr().err
     _job(tmp_path, script)
     assert ctl.main(["--job-dir", str(tmp_path), "status"]) == 2
-    assert "refused" in capsys.readouterr().err
+    assert "refused" in capfd.readouterr().err
     (tmp_path / "secret").unlink()
     assert ctl.main(["--job-dir", str(tmp_path), "kill", "--role", "0"]) == 2
-    assert "no job secret" in capsys.readouterr().err
+    assert "no job secret" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
     "command", [[], ["kill"], ["kill", "--role", "x"], ["kill", "--role", "0", "--node", "n"]]
 )
-def test_ctl_wrong_calls(command: list[str], capsys: pytest.CaptureFixture[str]):
+def test_ctl_wrong_calls(command: list[str], capfd: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as stop:
         ctl.main(command)
     assert stop.value.code == 2
-    assert "usage: ftctl" in capsys.readouterr().err
+    assert "usage: ftctl" in capfd.readouterr().err
 
 
 def test_ctl_asks_a_job_that_says_no(tmp_path: Path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -10,9 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from core.process.test_async_writer import fill
+from harness import ROOT, environment
+from waiting import wait_for_value
 
 from ft_core.cli import launcher as launching
 from ft_core.cli.launcher import Launcher
+from ft_core.process.async_writer import console
 
 WAITS = "import pathlib, time\nwhile not pathlib.Path({over!r}).exists(): time.sleep(0.02)"
 DIES = "import os; os.kill(os.getpid(), 9)"
@@ -60,6 +66,7 @@ def test_a_controller_that_cannot_be_started_is_tried_again(
         assert [agent.wait(20) for agent in job._agents] == [0], "it goes on meanwhile"
     finally:
         job.stop()
+    assert console().flush(20)
     assert job.started == 3 and not list(tmp_path.glob("ft-agent-*"))
     assert capfd.readouterr().err.count("cannot be started, and is tried again") == 1
 
@@ -89,5 +96,59 @@ def test_a_node_that_cannot_be_started_is_tried_again(
         assert [agent.wait(20) for agent in job._agents] == [0, 0]
     finally:
         job.stop()
+    assert console().flush(20)
     assert job.started == 4 and not list(tmp_path.glob("ft-agent-*"))
     assert capfd.readouterr().err.count("cannot be started, and is tried again") == 1
+
+
+FTRUN = """
+import subprocess, sys
+from ft_core.cli import launch
+from ft_core.cli.launcher import Launcher
+
+SAVES = '''
+import pathlib, signal, sys
+def told(*_):
+    pathlib.Path("saved").touch()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, told)
+signal.alarm(60)
+pathlib.Path("ready").touch()
+while True: signal.pause()
+'''
+CONTROLS = '''
+import pathlib, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.alarm(60)
+while not pathlib.Path("saved").exists(): time.sleep(0.02)
+'''
+
+def start(self, module, *arguments):
+    program = SAVES if module == "ft_core.node" else CONTROLS
+    return subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
+
+Launcher._start = start
+sys.exit(launch.main(["--standalone", "--spares=0", "--job-dir=job", "train.py"]))
+"""
+
+
+@pytest.mark.parametrize("console_is", ["gone", "full"])
+def test_sigterm_is_passed_on_where_nobody_reads_what_is_said(console_is: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    reader, stderr = os.pipe()
+    if console_is == "gone":
+        os.close(reader)
+    else:
+        fill(stderr)
+    about = {**environment(), "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", FTRUN], cwd=tmp_path, env=about, stderr=stderr) as ftrun:
+        os.close(stderr)
+        try:
+            wait_for_value(lambda: (tmp_path / "ready").exists() or ftrun.poll() is not None, True)
+            ftrun.send_signal(signal.SIGTERM)
+            assert ftrun.wait(30) == 0
+        finally:
+            ftrun.kill()
+    assert (tmp_path / "saved").exists()
+    if console_is == "full":
+        os.close(reader)

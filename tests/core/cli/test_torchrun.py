@@ -19,6 +19,7 @@ from torch.distributed.run import get_args_parser
 from ft_core.cli import ctl, flags, launch, torchrun
 from ft_core.cli.launcher import Launcher
 from ft_core.errors import ConfigError
+from ft_core.process.async_writer import console
 from ft_core.process.sigterm import ENDED
 from ft_core.settings import SECRET_ENV, Settings
 
@@ -246,20 +247,20 @@ def test_the_script_begins_where_torchrun_has_it(words: str) -> None:
     assert args.command == [theirs.training_script, *theirs.training_script_args]
 
 
-def test_beginnings_of_torchruns_flags(capsys: pytest.CaptureFixture[str]) -> None:
+def test_beginnings_of_torchruns_flags(capfd: pytest.CaptureFixture[str]) -> None:
     """As argparse takes them there; the two spellings of a flag are one."""
     args = flags.parse("--nproc 2 --nnode=3 --rdzv-end=h:1 --node 1 --max 0 s.py".split(), {})
     assert (args.nproc_per_node, args.nnodes, args.rdzv_endpoint, args.node_rank) == ("2", "3", "h:1", 1)
     with pytest.raises(SystemExit):
         flags.parse("--st s.py".split(), {})
-    assert "ambiguous option: --st could match --standalone, --start-method" in capsys.readouterr().err
+    assert "ambiguous option: --st could match --standalone, --start-method" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("main", [launch.main, ctl.main])
-def test_version(main: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_version(main: Callable[[list[str]], int], capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["--version"])
-    assert stop.value.code == 0 and "(ft-training)" in capsys.readouterr().out
+    assert stop.value.code == 0 and "(ft-training)" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -273,11 +274,11 @@ def test_version(main: Callable[[list[str]], int], capsys: pytest.CaptureFixture
     ],
 )
 def test_what_was_meant(
-    main: Callable[[list[str]], int], words: str, meant: str, capsys: pytest.CaptureFixture[str]
+    main: Callable[[list[str]], int], words: str, meant: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
         main(words.split())
-    assert stop.value.code == 2 and f"did you mean {meant}?" in capsys.readouterr().err
+    assert stop.value.code == 2 and f"did you mean {meant}?" in capfd.readouterr().err
 
 
 @pytest.fixture
@@ -304,11 +305,11 @@ def test_wrong_variables(
     said: str,
     script: str,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv(name, value)
     assert launch.main([script]) == 2
-    assert capsys.readouterr().err == f"ftrun: {said}\n"
+    assert capfd.readouterr().err == f"ftrun: {said}\n"
 
 
 @pytest.mark.parametrize(
@@ -321,11 +322,11 @@ def test_wrong_variables(
 )
 @pytest.mark.usefixtures("nothing_starts")
 def test_a_script_that_python_would_refuse(
-    source: str, said: str, script: str, capsys: pytest.CaptureFixture[str]
+    source: str, said: str, script: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     Path(script).write_text(source)
     assert launch.main(["--standalone", "--nnodes=2", script]) == 2
-    assert said in capsys.readouterr().err
+    assert said in capfd.readouterr().err
 
 
 def test_scripts_that_are_as_they_are(script: str, read: Read) -> None:
@@ -341,20 +342,20 @@ def test_scripts_that_are_as_they_are(script: str, read: Read) -> None:
 
 
 @pytest.mark.usefixtures("nothing_starts")
-def test_nodes_that_can_have_no_secret_in_common(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nodes_that_can_have_no_secret_in_common(script: str, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["--nnodes=2", "--node-rank=0", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
     assert launch.main([*words, script]) == 2
-    assert f"{SECRET_ENV} is not set: set it to the same on all nodes" in capsys.readouterr().err
+    assert f"{SECRET_ENV} is not set: set it to the same on all nodes" in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("nothing_starts")
 def test_a_secret_that_is_drawn_is_said(
-    script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    script: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--nnodes=2", "--node-rank=0", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
     with pytest.raises(AssertionError, match="a process was started"):
         launch.main([*words, f"--job-dir={tmp_path / 'job'}", script])
-    assert f"{SECRET_ENV} is not set: the job's secret is drawn" in capsys.readouterr().err
+    assert f"{SECRET_ENV} is not set: the job's secret is drawn" in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("nothing_starts")
@@ -368,7 +369,7 @@ def test_a_log_directory_is_used_again(script: str, tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_known_a_little_later(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     answers: Iterator[bool] = iter([False, False, True])
 
@@ -380,7 +381,8 @@ def test_a_name_that_is_known_a_little_later(
     monkeypatch.setattr("socket.getaddrinfo", look_up)
     monkeypatch.setattr("time.sleep", lambda _: None)
     launch._wait_for_name("job-node-0-0.job:29400")
-    assert capsys.readouterr().err.count("has no address yet") == 1
+    assert console().flush(20)
+    assert capfd.readouterr().err.count("has no address yet") == 1
     monkeypatch.setattr(launch, "_NAME_KNOWN", -1.0)
     answers = iter([False])
     with pytest.raises(ConfigError, match="where the controller is to be, is the name of no machine"):

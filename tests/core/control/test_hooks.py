@@ -96,7 +96,7 @@ def test_flags(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_there(
-    flag: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    flag: str, named: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Launcher, "_start", lambda *_: pytest.fail("a process was started"))
     script = tmp_path / "train.py"
@@ -108,7 +108,7 @@ def test_what_cannot_work_is_refused_before_anything_is_there(
         ["--join=etcd://127.0.0.1:1/x"],
     ):
         assert launch.main([*where, f"--ft-on={flag}", f"--job-dir={job_dir}", str(script)]) == 2
-        error = capsys.readouterr().err
+        error = capfd.readouterr().err
         assert error.startswith("ftrun: --ft-on ") and named in error and error.count("\n") == 1
         assert not job_dir.exists()
 

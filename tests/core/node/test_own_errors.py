@@ -31,6 +31,7 @@ from ft_core.cli.launcher import Launcher
 from ft_core.control.shell import Shell
 from ft_core.errors import FAILED_NOTE, AuthenticationError, ProtocolError
 from ft_core.process import refusals
+from ft_core.process.async_writer import console
 from ft_core.process.tasks import Tasks
 from ft_core.protocol import acceptor
 from ft_core.protocol.async_channel import AsyncChannel
@@ -363,6 +364,7 @@ def test_an_agent_that_fails_as_it_starts_is_started_again_a_few_times(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         launcher.stop()
+    assert console().flush(20)
     said = capfd.readouterr().err
     assert "a file may have 262144 bytes here. Raise the limit: ulimit -f" in said
     assert said.endswith("all nodes have failed as they were starting, of the errors above; none is left\n")
@@ -378,6 +380,7 @@ def test_an_agent_that_fails_as_it_starts_is_started_again_a_few_times(
     monkeypatch.setattr(launcher, "_start", start)
     launcher.agent("node", 0, "")
     assert launcher.wait() == 1 and not list(ends)
+    assert console().flush(20)
     assert capfd.readouterr().err.count("none is left") == 1
 
     monkeypatch.setattr(
@@ -385,6 +388,7 @@ def test_an_agent_that_fails_as_it_starts_is_started_again_a_few_times(
     )
     launcher.agent("node", 0, "")
     assert launcher.wait() == 1, "it had not even begun"
+    assert console().flush(20)
     assert "ZeroDivisionError" in (said := capfd.readouterr().err) and said.count("none is left") == 1
 
 
