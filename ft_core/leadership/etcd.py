@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from ft_core.errors import ConfigError
 from ft_core.leadership import lease
 from ft_core.leadership.base import Grant, Leader, LeadershipError, Notes, new_id, no_other_of_this_name
-from ft_core.leadership.http import Client
+from ft_core.leadership.http import OK, Client, reading
 from ft_core.leadership.seal import Seal
 from ft_core.protocol.sockets import join_address, seen_by_others
 
@@ -110,7 +110,8 @@ class Etcd:
             return None
         known = before.next(job, floor)
         granted = self._ask("lease/grant", {"TTL": str(int(lease.SECONDS))})
-        number, seconds = str(granted["ID"]), float(granted["TTL"])
+        with reading(self.place):
+            number, seconds = str(granted["ID"]), float(granted["TTL"])
         nobody = {"key": self._leader, "target": "CREATE", "result": "EQUAL", "create_revision": "0"}
         as_read = {"key": self._job_key, "target": "MOD", "result": "EQUAL", "mod_revision": revision}
         puts = [
@@ -121,14 +122,16 @@ class Etcd:
         if not done.get("succeeded"):
             self._revoke(number)
             return None
-        key = _Key(number, done["header"]["revision"], known)
+        with reading(self.place):
+            key = _Key(number, done["header"]["revision"], known)
         return Grant(known.id, known.term, seconds, known.notes, key)
 
     def renew(self, grant: Grant) -> bool:
         key: _Key = grant.key
         answer = self._ask("lease/keepalive", {"ID": key.lease})
-        if float(answer.get("result", {}).get("TTL", 0)) <= 0:
-            return False
+        with reading(self.place):
+            if float(answer.get("result", {}).get("TTL", 0)) <= 0:
+                return False
         # The lease is there; somebody may have taken the key from it. Without the range a member would answer
         # for itself, though it may be behind.
         asked = {"compare": [self._leads(key)], "success": [{"request_range": {"key": self._leader}}]}
@@ -151,15 +154,16 @@ class Etcd:
     def _read(self) -> tuple[_Leads | None, Job, str]:
         """Both keys, of one moment, and at which revision the job's was written."""
         ranges = [{"request_range": {"key": key}} for key in (self._leader, self._job_key)]
-        answers = self._ask("kv/txn", {"success": ranges})["responses"]
-        found = [(each["response_range"].get("kvs") or [None])[0] for each in answers]
-        leads, is_own = self._opened(self._leader, found[0], _Leads)
-        if found[0] is not None and (leads is None or not is_own):
-            raise no_other_of_this_name(self.place, leads.address if leads is not None else "somebody")
-        job, is_own = self._opened(self._job_key, found[1], Job)
-        if job is None or not is_own:
-            job = Job(term=job.term if job is not None and job.term < _MOST else 0)
-        return leads, job, found[1]["mod_revision"] if found[1] else "0"
+        answer = self._ask("kv/txn", {"success": ranges})
+        with reading(self.place):
+            found = [(each["response_range"].get("kvs") or [None])[0] for each in answer["responses"]]
+            leads, is_own = self._opened(self._leader, found[0], _Leads)
+            if found[0] is not None and (leads is None or not is_own):
+                raise no_other_of_this_name(self.place, leads.address if leads is not None else "somebody")
+            job, is_own = self._opened(self._job_key, found[1], Job)
+            if job is None or not is_own:
+                job = Job(term=job.term if job is not None and job.term < _MOST else 0)
+            return leads, job, found[1]["mod_revision"] if found[1] else "0"
 
     def _opened(self, key: str, found: Any, kind: type[T]) -> tuple[T | None, bool]:
         """What is kept there, if that can be read, and whether a process of this job has written it."""
@@ -207,7 +211,7 @@ class Etcd:
             raise LeadershipError(f"{self.place}: {error}") from None
 
     def _checked(self, what: str, status: int, answer: dict[str, Any]) -> dict[str, Any]:
-        if status != 200:
+        if status != OK:
             raise LeadershipError(f"{self.place}: {what}: status {status}: {str(answer)[:200]}")
         return answer
 
@@ -218,7 +222,9 @@ class Etcd:
         name, _, password = os.environ[USER].partition(":")
         self._token = ""
         what, who = "auth/authenticate", {"name": name, "password": password}
-        self._token = self._checked(what, *self._send(what, who))["token"]
+        answer = self._checked(what, *self._send(what, who))
+        with reading(self.place):
+            self._token = answer["token"]
 
 
 USER, CA, CERTIFICATE, KEY = (f"ETCDCTL_{name}" for name in ("USER", "CACERT", "CERT", "KEY"))

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import ssl
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ft_core.leadership.base import LeadershipError
 
 TRY = 1.0
 """Seconds for one server to answer; then the next one is asked."""
+OK = 200
+"""The status of an answer that has something to say."""
 _MOST = 1 << 20
 """Bytes of an answer."""
+
+
+@contextlib.contextmanager
+def reading(place: str) -> Iterator[None]:
+    """Within this block an answer is read. Raises LeadershipError if it is none: a proxy, or a server that is
+    just starting, may give anything."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise LeadershipError(f"{place}: an answer that cannot be read: {error!r}") from error
 
 
 class Client:
@@ -68,7 +81,7 @@ class Client:
             found = response.read(_MOST)
             if not response.isclosed():
                 raise ValueError(f"an answer of more than {_MOST} bytes")
-            answer = json.loads(found or b"{}")
+            answer = json.loads(found if found or response.status == OK else b"{}")
         except BaseException:
             if fresh:
                 connection.close()

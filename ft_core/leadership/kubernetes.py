@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from ft_core.errors import ConfigError
 from ft_core.leadership import lease
 from ft_core.leadership.base import Grant, Leader, LeadershipError, Notes, new_id, no_other_of_this_name
-from ft_core.leadership.http import Client
+from ft_core.leadership.http import OK, Client, reading
 from ft_core.leadership.seal import Seal
 from ft_core.protocol.sockets import join_address
 
@@ -31,9 +32,27 @@ _NOTES, _OVER, _JOB, _SEAL = (f"ft-training/{name}" for name in ("notes", "over"
 """Annotations: what successors must know, the exit code of a job that is over, its id, who has written these,
 the holder and the term."""
 _OWN = (_NOTES, _OVER, _JOB, _SEAL)
-_MISSING, _CONFLICT = 404, 409
+_CREATED, _MISSING, _CONFLICT = 201, 404, 409
 
 Object = dict[str, Any]
+
+
+class _Metadata(Struct, rename="camel"):
+    resource_version: str
+    annotations: dict[str, str] | None = None
+
+
+class _Spec(Struct, rename="camel"):
+    holder_identity: str | None = None
+    lease_duration_seconds: int | None = None
+    lease_transitions: int | None = None
+
+
+class _Lease(Struct):
+    """What is read of the object."""
+
+    metadata: _Metadata
+    spec: _Spec
 
 
 @dataclass
@@ -146,9 +165,9 @@ class Kubernetes:
         status, found = self._ask("GET", f"{self._leases}/{self._name}")
         if status == _MISSING:
             return None
-        if status != 200 or not isinstance(found.get("spec"), dict):
+        if status != OK:
             raise self._error(status, found)
-        version = found["metadata"]["resourceVersion"]
+        version = self._checked(found).metadata.resource_version
         if version != self._seen[0]:
             self._seen = version, lease.clock()
         return found
@@ -159,9 +178,15 @@ class Kubernetes:
         status, found = self._ask(method, path, wanted)
         if status in (_CONFLICT, _MISSING):
             return None
-        if status not in (200, 201):
+        if status not in (OK, _CREATED):
             raise self._error(status, found)
+        self._checked(found)
         return found
+
+    def _checked(self, found: Object) -> _Lease:
+        """What is read of it. Raises LeadershipError if it is no Lease."""
+        with reading(self.place):
+            return msgspec.convert(found, _Lease)
 
     def _ran_out(self, found: Object) -> bool:
         if not found["spec"].get("holderIdentity"):

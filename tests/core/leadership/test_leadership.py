@@ -143,6 +143,8 @@ class ApiServer(ThreadingHTTPServer):
         self.token, self.objects, self.version = token, {}, 0
         self.lock = threading.Lock()
         self.fails = False
+        self.odd: bytes | None = None
+        """What it answers instead, whatever it is asked."""
         super().__init__(("127.0.0.1", 0), _Handler)
 
 
@@ -154,11 +156,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def _answer(self, status: int, body: dict[str, Any]) -> None:
-        text = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
+        self._send(status, json.dumps(body).encode())
 
     def _refuse(self, status: int, message: str) -> None:
         self._answer(status, {"kind": "Status", "code": status, "message": message})
@@ -167,7 +165,9 @@ class _Handler(BaseHTTPRequestHandler):
         server, body = self.server, self.rfile.read(int(self.headers.get("Content-Length") or 0))
         place = "/apis/coordination.k8s.io/v1/namespaces/train/leases"
         with server.lock:
-            if server.fails:
+            if server.odd is not None:
+                self._send(200, server.odd)
+            elif server.fails:
                 self._refuse(503, "etcdserver: no leader")
             elif self.headers.get("Authorization") != f"Bearer {server.token}":
                 self._refuse(401, "Unauthorized")
@@ -175,6 +175,12 @@ class _Handler(BaseHTTPRequestHandler):
                 self._refuse(404, "the server could not find the requested resource")
             else:
                 self._serve(self.path.removeprefix(place).strip("/"), body)
+
+    def _send(self, status: int, text: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
 
     do_GET = do_POST = do_PUT = _handle  # noqa: N815
 
@@ -582,6 +588,31 @@ def test_a_lease_that_a_person_has_annotated_is_kept(tmp_path: Path) -> None:
         found["metadata"] = {**found["metadata"], "resourceVersion": "77", "annotations": {"a": "b"}}
         assert client.renew(first) and client.look() == Leader(1, "one:1")
         assert kept.server.objects["llm"]["metadata"]["annotations"]["a"] == "b"
+
+
+ODD = [b"", b"{}", b"[]", b'"ok"', b"<html>", b'{"responses": [], "spec": {}, "metadata": {}}']
+ODD += [b'{"responses": [{"response_range": 1}, 2], "ID": [], "spec": {"holderIdentity": 1}}']
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("place", ["etcd", "kubernetes"])
+def test_an_odd_answer_ends_nobody(place: str, odd: bytes, tmp_path: Path) -> None:
+    """As of a proxy, or of a server that is just starting: it is not known who leads, and that is all."""
+    with api_server(tmp_path) as kept:
+        client = kept.client()
+        first = client.acquire("one:1", 0)
+        kept.server.odd = odd
+        if place == "etcd":
+            client = etcd.Etcd([kept.server.server_address], "job", "key", 2)
+        with pytest.raises(LeadershipError):
+            client.look()
+        with pytest.raises(LeadershipError):
+            client.acquire("two:1", 0)
+        if place == "kubernetes":
+            with pytest.raises(LeadershipError):
+                client.renew(first)
+            kept.server.odd = None
+            assert client.renew(first) and client.look() == Leader(1, "one:1")
 
 
 # -- the thread ----------------------------------------------------------------------------------------
