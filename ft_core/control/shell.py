@@ -321,7 +321,7 @@ class Shell:
             self._carry_out(effects)
         else:
             self._held = effects
-            self._leader.renewer.end(ends[0], self._end_is_agreed)
+            self._leader.renewer.end(self._lease.term, ends[0], self._end_is_agreed)
 
     def _end_is_agreed(self) -> None:
         held, self._held, self._agreed = self._held, None, True
@@ -379,7 +379,7 @@ class Shell:
         if spent is None:
             spent, at = self.notes.spent, self.notes.at
         self.notes = Notes(recorded, self._failed_before or 0, spent, at)
-        self._leader.renewer.note(self.notes)
+        self._leader.renewer.note(self._lease.term, self.notes)
 
     def _fail(self, error: Exception) -> None:
         """An error of this controller's own: a successor goes on from what the agents know, a few times."""

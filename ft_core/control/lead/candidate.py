@@ -16,7 +16,6 @@ from ft_core import leadership
 from ft_core.control.lead.lease_renewer import Granted, LeaseRenewer, Over
 from ft_core.control.shell import LeaderContext, Shell
 from ft_core.errors import ConfigError
-from ft_core.leadership.base import Notes
 from ft_core.leadership.lease import clock, settled_after
 from ft_core.process import parent
 from ft_core.protocol.sockets import join_address, own_host, reserve
@@ -54,7 +53,7 @@ async def serve(settings: Settings, job_dir: Path, begins: bool) -> int:
                 settled=settled_after(elected.every),
                 job=granted.job,
             )
-            code = await _lead(Shell(settings, job_dir, granted.notes.failed, leader), renewer, granted.notes)
+            code = await _lead(Shell(settings, job_dir, granted.notes.failed, leader), renewer, granted)
             if code is not None:
                 return code
     return 1  # `ftrun` is gone
@@ -74,15 +73,15 @@ async def _next(renewer: LeaseRenewer) -> Granted | Over | None:
     return None
 
 
-async def _lead(shell: Shell, renewer: LeaseRenewer, notes: Notes) -> int | None:
+async def _lead(shell: Shell, renewer: LeaseRenewer, granted: Granted) -> int | None:
     """The job's exit code; None once it leads no more."""
     began = clock()
     try:
         code = await shell.run()
     except Exception:
-        before = notes.failed if clock() - began < _LASTING else 0
-        await asyncio.to_thread(renewer.leave, replace(shell.notes, failed=before + 1))
+        before = granted.notes.failed if clock() - began < _LASTING else 0
+        await asyncio.to_thread(renewer.leave, granted.lease.term, replace(shell.notes, failed=before + 1))
         raise
     if code is None:
-        renewer.resign(floor=shell.newer)
+        renewer.resign(granted.lease.term, floor=shell.newer)
     return code

@@ -42,20 +42,27 @@ class Over:
 
 
 News = Granted | Over | Exception
-Order = Callable[[Grant], bool]
-"""What is to be done with a lease, that others must see; False once it is there no more."""
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What is to be done with the lease of a term, that others must see."""
+
+    term: int
+    call: Callable[[Grant], bool]
+    """Returns False once the lease is there no more."""
 
 
 class LeaseRenewer:
     """Campaigns, and renews. What it has to say is put into `news`, of the event loop that it was made in; an
-    error of its own as well."""
+    error of its own as well. What it is told to do with the lease of a term is not done with another."""
 
     def __init__(self, leadership: Leadership, address: str, begins: bool) -> None:
         """`begins`: whether it may lead where a job is over, which is the beginning of another."""
         self.news: asyncio.Queue[News] = asyncio.Queue()
         self._leadership, self._address = leadership, address
         self._loop = asyncio.get_running_loop()
-        self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
         self._begins, self._floor = begins, 0
         self._job, self._term = "", 0
         """The job's id, once it was under way here, and the newest term of it that was seen."""
@@ -64,11 +71,11 @@ class LeaseRenewer:
 
     # -- for the controller ------------------------------------------------------------------------
 
-    def note(self, notes: Notes) -> None:
+    def note(self, term: int, notes: Notes) -> None:
         """Leave this for a successor, soon."""
-        self._orders.put(lambda grant: self._leadership.note(grant, notes))
+        self._orders.put(_Order(term, lambda grant: self._leadership.note(grant, notes)))
 
-    def end(self, code: int, agreed: Callable[[], None]) -> None:
+    def end(self, term: int, code: int, agreed: Callable[[], None]) -> None:
         """Have it written down that the job is over, for as long as the lease holds; then `agreed`."""
 
         def end(grant: Grant) -> bool:
@@ -79,14 +86,14 @@ class LeaseRenewer:
                 told.wait(LAST_WORD)  # the lease, which is gone, is to hold until then
             return False
 
-        self._orders.put(end)
+        self._orders.put(_Order(term, end))
 
-    def resign(self, floor: int = 0) -> None:
+    def resign(self, term: int, floor: int = 0) -> None:
         """Lead no more; and next time in a term above `floor`."""
         self._floor = max(self._floor, floor)
-        self._orders.put(self._resign)
+        self._orders.put(_Order(term, self._resign))
 
-    def leave(self, notes: Notes) -> None:
+    def leave(self, term: int, notes: Notes) -> None:
         """Lead no more, and leave these notes: this process is about to end."""
         told = threading.Event()
 
@@ -96,7 +103,7 @@ class LeaseRenewer:
             told.set()
             return False
 
-        self._orders.put(leave)
+        self._orders.put(_Order(term, leave))
         told.wait(LAST_WORD)
 
     def _resign(self, grant: Grant) -> bool:
@@ -128,16 +135,13 @@ class LeaseRenewer:
                     grant = self._leadership.acquire(self._address, floor, self._job)
             except LeadershipError as error:
                 self._warn(error)
-            if grant is None:
-                time.sleep(self._leadership.every * (0.5 + random.random()))
-                continue
-            self._job, self._term = grant.job, grant.term
-            lease = Lease(grant.term, grant.seconds, asked)
-            while not self._orders.empty():
-                self._orders.get()  # of another leadership
-            self._say(Granted(lease, grant.notes, grant.job))
-            self._keep(grant, lease)
-            lease.ends()
+            if grant is not None:
+                self._job, self._term = grant.job, grant.term
+                lease = Lease(grant.term, grant.seconds, asked)
+                self._say(Granted(lease, grant.notes, grant.job))
+                self._keep(grant, lease)
+                lease.ends()
+            time.sleep(self._leadership.every * (0.5 + random.random()))
 
     def _concerns(self, leader: Leader) -> bool:
         """Whether what was found is of this job. Raises LeadershipError if it is older than what was found
@@ -161,26 +165,27 @@ class LeaseRenewer:
 
     def _keep(self, grant: Grant, lease: Lease) -> None:
         """Renew the lease and carry out orders, until the lease is lost or given up."""
-        order: Order | None = None
+        order: _Order | None = None
         while lease.holds(asked := clock()) and not gone():
             try:
                 if not self._leadership.renew(grant):
                     return
                 lease.renewed(asked)
-                while (order := order or self._next(asked + RENEW)) is not None:
-                    if not order(grant):
+                while (order := order or self._next(grant.term, asked + RENEW)) is not None:
+                    if not order.call(grant):
                         return
                     order = None
             except LeadershipError as error:
                 self._warn(error)
                 time.sleep(RENEW / 4)
 
-    def _next(self, until: float) -> Order | None:
-        """The controller's next order, before the lease is to be renewed again."""
-        try:
-            return self._orders.get(timeout=max(0.001, until - clock()))
-        except queue.Empty:
-            return None
+    def _next(self, term: int, until: float) -> _Order | None:
+        """The controller's next order about this term, before the lease is to be renewed again."""
+        with contextlib.suppress(queue.Empty):
+            while (order := self._orders.get(timeout=max(0.001, until - clock()))).term != term:
+                pass
+            return order
+        return None
 
     def _say(self, news: News) -> None:
         self._tell(lambda: self.news.put_nowait(news))

@@ -638,9 +638,9 @@ def test_a_keeper_leads_keeps_its_lease_and_says_that_the_job_is_over(tmp_path: 
         while not granted.lease.holds(without_renewals + 3 * lease.RENEW):
             assert granted.lease.holds(lease.clock())
             await asyncio.sleep(0.05)
-        leads.note(Notes({"resumed": 1}))
+        leads.note(granted.lease.term, Notes({"resumed": 1}))
         agreed = asyncio.Event()
-        leads.end(5, agreed.set)
+        leads.end(granted.lease.term, 5, agreed.set)
         await agreed.wait()
         assert await follows == Over(5)
 
@@ -653,11 +653,40 @@ def test_a_keeper_whose_controller_resigns_leads_again_in_a_newer_term(tmp_path:
         keeper = LeaseRenewer(kept.client(), "one:1", begins=True)
         first = await keeper.news.get()
         assert isinstance(first, Granted)
-        keeper.resign(floor=40)
+        keeper.resign(first.lease.term, floor=40)
         second = await keeper.news.get()
         assert (
             isinstance(second, Granted) and second.lease.term == 41 and not first.lease.holds(lease.clock())
         )
+
+    with api_server(tmp_path) as kept:
+        run(test(kept))
+
+
+def test_what_is_ordered_about_a_lease_is_not_done_with_the_next(tmp_path: Path) -> None:
+    """A controller winds down for a while once its lease is lost; meanwhile there may be another one."""
+
+    async def test(kept: Kept) -> None:
+        keeper = LeaseRenewer(kept.client(), "one:1", begins=True)
+        first = await keeper.news.get()
+        kept.delete()
+        second = await keeper.news.get()
+        assert isinstance(first, Granted) and isinstance(second, Granted)
+        assert second.lease.term > first.lease.term and not first.lease.holds(lease.clock())
+        done = asyncio.Event()
+        for term in (first.lease.term, second.lease.term):
+            keeper.note(term, Notes({"resumed": term}))
+        keeper.note(first.lease.term, Notes({"resumed": first.lease.term}))
+        keeper.end(first.lease.term, 1, done.set)
+        keeper.resign(first.lease.term)
+        renewed = lease.clock() + lease.SECONDS
+        while not second.lease.holds(renewed):
+            await asyncio.sleep(0.05)
+        assert keeper.news.empty() and not done.is_set()
+        keeper.resign(second.lease.term)
+        third = await keeper.news.get()
+        assert isinstance(third, Granted) and third.lease.term == second.lease.term + 1
+        assert third.notes.recorded == {"resumed": second.lease.term}
 
     with api_server(tmp_path) as kept:
         run(test(kept))
@@ -732,10 +761,11 @@ class Orders:
         self.noted: list[Notes] = []
         self.ends: list[tuple[int, Callable[[], None]]] = []
 
-    def note(self, notes: Notes) -> None:
+    def note(self, term: int, notes: Notes) -> None:
+        assert term == 5
         self.noted.append(notes)
 
-    def end(self, code: int, agreed: Callable[[], None]) -> None:
+    def end(self, term: int, code: int, agreed: Callable[[], None]) -> None:
         self.ends.append((code, agreed))
 
 
