@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import queue
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -51,6 +51,8 @@ class _Order:
     term: int
     call: Callable[[Grant], bool]
     """Returns False once the lease is there no more."""
+    notes: bool = False
+    """Whether it does no more than to leave notes, for which the next ones may stand."""
 
 
 class LeaseRenewer:
@@ -62,7 +64,8 @@ class LeaseRenewer:
         self.news: asyncio.Queue[News] = asyncio.Queue()
         self._leadership, self._address = leadership, address
         self._loop = asyncio.get_running_loop()
-        self._orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
+        self._orders: deque[_Order] = deque()
+        self._ordered = threading.Condition()
         self._begins, self._floor = begins, 0
         self._job, self._term = "", 0
         """The job's id, once it was under way here, and the newest term of it that was seen."""
@@ -72,8 +75,8 @@ class LeaseRenewer:
     # -- for the controller ------------------------------------------------------------------------
 
     def note(self, term: int, notes: Notes) -> None:
-        """Leave this for a successor, soon."""
-        self._orders.put(_Order(term, lambda grant: self._leadership.note(grant, notes)))
+        """Leave this for a successor, soon, in place of what was to be left before."""
+        self._put(_Order(term, lambda grant: self._leadership.note(grant, notes), notes=True))
 
     def end(self, term: int, code: int, agreed: Callable[[], None]) -> None:
         """Have it written down that the job is over, for as long as the lease holds; then `agreed`."""
@@ -86,12 +89,12 @@ class LeaseRenewer:
                 told.wait(LAST_WORD)  # the lease, which is gone, is to hold until then
             return False
 
-        self._orders.put(_Order(term, end))
+        self._put(_Order(term, end))
 
     def resign(self, term: int, floor: int = 0) -> None:
         """Lead no more; and next time in a term above `floor`."""
         self._floor = max(self._floor, floor)
-        self._orders.put(_Order(term, self._resign))
+        self._put(_Order(term, self._resign))
 
     def leave(self, term: int, notes: Notes) -> None:
         """Lead no more, and leave these notes: this process is about to end."""
@@ -103,12 +106,19 @@ class LeaseRenewer:
             told.set()
             return False
 
-        self._orders.put(_Order(term, leave))
+        self._put(_Order(term, leave))
         told.wait(LAST_WORD)
 
     def _resign(self, grant: Grant) -> bool:
         self._leadership.resign(grant)
         return False
+
+    def _put(self, order: _Order) -> None:
+        with self._ordered:
+            if order.notes:
+                self._orders = deque(o for o in self._orders if not o.notes or o.term != order.term)
+            self._orders.append(order)
+            self._ordered.notify()
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -175,16 +185,19 @@ class LeaseRenewer:
                     if not order.call(grant):
                         return
                     order = None
+                    if clock() >= asked + RENEW:  # one at least, however long it takes to renew
+                        break
             except LeadershipError as error:
                 self._warn(error)
                 time.sleep(RENEW / 4)
 
     def _next(self, term: int, until: float) -> _Order | None:
         """The controller's next order about this term, before the lease is to be renewed again."""
-        with contextlib.suppress(queue.Empty):
-            while (order := self._orders.get(timeout=max(0.001, until - clock()))).term != term:
-                pass
-            return order
+        with self._ordered:
+            self._ordered.wait_for(lambda: self._orders, max(0.0, until - clock()))
+            while self._orders:
+                if (order := self._orders.popleft()).term == term:
+                    return order
         return None
 
     def _say(self, news: News) -> None:

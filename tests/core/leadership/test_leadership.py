@@ -28,7 +28,7 @@ from ft_core.control.lead.lease_renewer import Granted, LeaseRenewer, Over
 from ft_core.control.shell import LeaderContext, Shell
 from ft_core.errors import ConfigError
 from ft_core.leadership import etcd, http, kubernetes, lease
-from ft_core.leadership.base import Fixed, Leader, Leadership, LeadershipError, Notes
+from ft_core.leadership.base import Fixed, Grant, Leader, Leadership, LeadershipError, Notes
 from ft_core.leadership.http import Client
 from ft_core.leadership.kubernetes import Kubernetes
 from ft_core.leadership.lease import DRIFT, Follower, Lease, first_epoch
@@ -851,6 +851,62 @@ def test_nobody_hears_of_the_jobs_end_before_that_is_written_down(tmp_path: Path
         assert await elected.running == 1
         assert isinstance(first := await waits, m.LeaderHello) and first.term == 5
         assert m.Shutdown(code=1) in await said(late)
+
+    run(test())
+
+
+class Slow:
+    """Where leases are kept, far away: it takes a while to write something there."""
+
+    every, place, near = 0.5, "slow://", "127.0.0.1:1"
+
+    def __init__(self) -> None:
+        self.noted: list[Notes] = []
+        self.written = 0
+        """How often, since the last renewal."""
+        self.at_once = 0
+        """How often at most between two renewals."""
+
+    def look(self) -> Leader:
+        return Leader()
+
+    def acquire(self, address: str, floor: int, job: str = "") -> Grant:
+        return Grant("job", floor + 1, 1000.0, Notes(), None)
+
+    def renew(self, grant: Grant) -> bool:
+        self.written = 0
+        return True
+
+    def note(self, grant: Grant, notes: Notes) -> bool:
+        self.written += 1
+        self.at_once = max(self.at_once, self.written)
+        time.sleep(1.1 * lease.RENEW)
+        self.noted.append(notes)
+        return True
+
+    def resign(self, grant: Grant, over: int | None = None) -> bool:
+        return True
+
+
+def test_what_is_noted_keeps_no_lease_from_being_renewed() -> None:
+    """Where much happens and the way is long: the newest notes are written, the lease is renewed before."""
+
+    async def test() -> None:
+        slow = Slow()
+        keeper = LeaseRenewer(slow, "one:1", begins=True)
+        granted = await keeper.news.get()
+        assert isinstance(granted, Granted)
+        last, ended = Notes(), asyncio.Event()
+        for number in range(30):
+            last = Notes({"resumed": number})
+            keeper.note(granted.lease.term, last)
+        while last not in slow.noted:
+            keeper.note(granted.lease.term, last)
+            await asyncio.sleep(0.05)
+        keeper.note(granted.lease.term, Notes({"resumed": 31}))
+        keeper.end(granted.lease.term, 0, ended.set)
+        await ended.wait()
+        assert slow.at_once == 1 and len(slow.noted) < 10
 
     run(test())
 
