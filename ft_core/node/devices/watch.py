@@ -8,6 +8,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from ft_core import plugins
 from ft_core.node.devices import gpus, nvml
@@ -20,6 +21,7 @@ from ft_core.node.notices.notice import plain
 from ft_core.protocol.messages import DeviceFinding, Symptom
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 EVERY = 5.0
 """Seconds between two looks at what NVML, or a plugin, says."""
@@ -44,14 +46,14 @@ class DeviceWatch:
         """Find out which GPUs are this node's, and ask NVML of them, if there is any, and all plugins, until
         this is cancelled. `devices`: how many its workers use."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        ours = self._ours = await aside(lambda: gpus.by_bus(devices, visible))
+        ours = self._ours = await _aside(lambda: gpus.by_bus(devices, visible), every)
         self._looked = True
         await asyncio.sleep(every)  # while workers start
         async with asyncio.TaskGroup() as group:
             group.create_task(self._ask_nvml(ours, every))
             group.create_task(self._ask(Asked(Links()), every))
             try:
-                found = await aside(lambda: plugins.load(plugins.HEALTH))
+                found = await _aside(lambda: plugins.load(plugins.HEALTH), every)
             except Exception as error:  # it is others' code
                 log.warning("no plugin for health is asked (entry points %s): %r", plugins.HEALTH, error)
                 return
@@ -60,9 +62,9 @@ class DeviceWatch:
 
     async def _ask_nvml(self, ours: Mapping[str, int] | None, every: float) -> None:
         try:
-            library = await aside(lambda: nvml.opened(ours))
+            library = await _aside(lambda: nvml.opened(ours), every)
             while library is not None:
-                for finding in await aside(library.look):
+                for finding in await _aside(library.look, every):
                     self._heard(DeviceFound(finding))
                 await asyncio.sleep(every)
         except Exception as error:  # it is others' code, of whatever version
@@ -71,7 +73,7 @@ class DeviceWatch:
     async def _ask(self, asked: Asked, every: float) -> None:
         while True:
             try:
-                found = await aside(asked.news)
+                found = await _aside(asked.news, every)
             except Exception as error:  # it is others' code
                 log.warning("%s has failed, and is not asked for health any more: %r", asked.name, error)
                 return
@@ -96,3 +98,13 @@ class DeviceWatch:
         if number == ADVICE and (advised := _ADVISED.search(seen.text)):
             symptom, number = Symptom.ADVICE, int(advised[1], 16)
         return DeviceFinding(symptom, number, device, plain(seen.bus), plain(seen.text))
+
+
+async def _aside(call: Callable[[], T], every: float) -> T:
+    """What `call` returns, or raises, in a thread, once there can be one: a machine that has no room for one
+    has said nothing of its devices."""
+    while True:
+        try:
+            return await aside(call)
+        except BlockingIOError:
+            await asyncio.sleep(every)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import subprocess
 import tempfile
 import threading
@@ -21,7 +22,8 @@ _MOST = 1 << 16
 
 
 async def aside(call: Callable[[], T]) -> T:
-    """What `call` returns, or raises: storage may hang, and a command not end."""
+    """What `call` returns, or raises: storage may hang, and a command not end. Raises BlockingIOError where
+    there can be no thread at present."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -42,7 +44,10 @@ async def aside(call: Callable[[], T]) -> T:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(put, value, failed)
 
-    threading.Thread(target=run, name="ft-notices", daemon=True).start()
+    try:
+        threading.Thread(target=run, name="ft-notices", daemon=True).start()
+    except RuntimeError as error:
+        raise BlockingIOError(errno.EAGAIN, str(error)) from None
     return await done
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -478,6 +479,24 @@ def watched(wanted: list[str], until: Callable[[list[Noticed]], bool]) -> list[N
 
     run(serve())
     return heard
+
+
+def test_a_look_for_which_there_is_no_thread_is_one_that_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(File, "every", 0.01)
+    (tmp_path / "a").write_text("node1 500 soon\n")
+    refused, real = [1, 2], threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "ft-notices" and refused:
+            refused.pop()
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    [heard] = watched([f"file:{tmp_path / 'a'}"], lambda heard: bool(heard))
+    assert heard.reason.endswith("soon") and not refused
 
 
 def test_changes_are_heard_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -590,6 +591,23 @@ def test_a_plugin_is_asked_and_a_condition_told_when_it_begins(
     assert (
         "health_plugin.no_answer has failed" in caplog.text and "'down', which is no Condition" in caplog.text
     )
+
+
+def test_a_look_for_which_there_is_no_thread_is_taken_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whichever it is: of all that are to be started, each second one is."""
+    installed(tmp_path, monkeypatch, c="healthy")
+    starts, real = itertools.count(), threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "ft-notices" and next(starts) % 2 == 0:
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert len(hears(lambda found: len(found) == 3)) == 3
+    assert not caplog.text and next(starts) > 4
 
 
 def test_a_plugin_that_is_not_there_is_said(
