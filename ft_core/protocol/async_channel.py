@@ -229,7 +229,8 @@ class AsyncChannel(Generic[T]):
         """Let the peer find, once it has read all, that this was the end."""
         if not self.closing:
             self._said_all = True
-            self._connection.transport.write_eof()
+            with contextlib.suppress(OSError):  # it has just been reset
+                self._connection.transport.write_eof()
 
     def close(self) -> None:
         self._connection.close()

@@ -84,8 +84,8 @@ def listen(host: str, port: int = 0) -> socket.socket:
 def ends_first(sock: socket.socket, number: int = ENDS_FIRST) -> socket.socket | None:
     """Should this process be killed, this is to end before its memory files are freed, 0.1 s a GB or more.
     The kernel ends what it has open from the highest number down. Returns what has that number, to be closed
-    with `sock`; None: so many files this process may not have."""
-    with contextlib.suppress(OSError):
+    with `sock`; None: so many files this process may not have, or `sock` is closed."""
+    with contextlib.suppress(OSError, ValueError):
         return socket.socket(fileno=fcntl.fcntl(sock.fileno(), fcntl.F_DUPFD_CLOEXEC, number))
     return None
 

@@ -419,6 +419,28 @@ def test_frames_are_found_however_they_are_cut() -> None:
     asyncio.run(main())
 
 
+def test_a_connection_that_has_just_been_reset_is_left_without_an_error() -> None:
+    """Whether the event loop knows of it already or not."""
+
+    async def main() -> None:
+        client, server, connection = await both_ends()
+        transport = client._connection.transport
+        now = struct.pack("ii", 1, 0)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, now)
+        transport.abort()
+        await asyncio.sleep(0)
+        assert transport.get_extra_info("socket").fileno() < 0 and not server.closing
+        server.say_no_more()
+        with pytest.raises(ConnectionResetError):
+            await server.recv()
+        while connection.transport.get_extra_info("socket").fileno() >= 0:
+            await asyncio.sleep(0.01)
+        server.ends_first()
+        assert connection._last is None
+
+    asyncio.run(main())
+
+
 def test_who_is_not_read_from_keeps_what_he_sends() -> None:
     """And who reads again has all of it."""
 
