@@ -83,6 +83,8 @@ LAST_WORD = 2.0
 """Seconds that it has to take what this agent itself has to say."""
 _STACKS = 10.0
 """Seconds to write down where a worker is, before it is ended all the same: storage may hang as well."""
+_CONNECTIONS = 5.0
+"""Seconds that the threads of the transport have to end: one may be in a call that takes longer."""
 _LEFT_BEHIND = 10.0
 """Seconds that what workers had started has to end."""
 PATIENCE = 0.25
@@ -581,7 +583,10 @@ class NodeShell:
         """End what is left, and have all of it said."""
         self.pool.close()
         await self._leave_controller()
-        self.transport.close()
+        self._inquiries.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CONNECTIONS):
+                await asyncio.to_thread(self.transport.close)
         deadline = time.monotonic() + _LEFT_BEHIND
         while True:
             await asyncio.sleep(0.02)  # for the kernel to hand over what killed workers had started

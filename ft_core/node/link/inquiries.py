@@ -38,6 +38,12 @@ class Inquiries:
         self._handle = handle
         self._loop = asyncio.get_running_loop()
 
+    def close(self) -> None:
+        """Nobody is asked any more: this event loop is about to end."""
+        self._loop = None
+        while self._waiting:
+            self._waiting.popitem()[1].set_result(f"node {self._node} is ending")
+
     def answer(self, question: t.Question) -> t.Found:
         """Another agent asks. Runs in a thread of the transport. Raises FtError."""
         match question:
@@ -66,19 +72,19 @@ class Inquiries:
                 return t.Alive(self._stalled())
 
     def _from_worker(self, question: m.AskStartupEntries | m.AskProgress) -> m.StartupEntries | m.Progress:
-        if self._loop is None:
-            raise FtError(f"node {self._node} is starting")
+        if (loop := self._loop) is None:
+            raise FtError(f"node {self._node} is starting, or ending")
         future: Future[_Answer] = Future()
         self._waiting[question.id] = future
         try:
-            self._loop.call_soon_threadsafe(self._handle, PeerAsks(question))
+            loop.call_soon_threadsafe(self._handle, PeerAsks(question))
             answer = future.result(_DEADLINE)
         except TimeoutError:
             raise FtError(
                 f"the worker of role {question.holder} did not answer within {_DEADLINE:.0f} s"
             ) from None
         finally:
-            del self._waiting[question.id]
+            self._waiting.pop(question.id, None)
         if isinstance(answer, str):
             raise FtError(answer)
         return answer

@@ -7,14 +7,35 @@ import socket
 
 import pytest
 
+from ft_core.errors import FtError
 from ft_core.net.transport import TcpTransport
 from ft_core.node.link import probe
 from ft_core.node.link.inquiries import Inquiries
 from ft_core.node.link.pulse import Loop
+from ft_core.protocol import messages as m
 from ft_core.protocol.sockets import reserve
 from ft_core.state.store import NodeStore
 
 SECRET = b"a job's secret"
+
+
+def test_an_agent_that_ends_lets_those_go_who_wait_for_a_worker_of_it() -> None:
+    """Their threads wait for its event loop, which is to end with them."""
+    store = NodeStore()
+    inquiries = Inquiries("there", store, lambda: 0.0)
+
+    async def test() -> None:
+        asked = asyncio.Event()
+        inquiries.open(lambda _: asked.set())
+        waits = asyncio.create_task(asyncio.to_thread(inquiries.answer, m.AskProgress(0, 0)))
+        await asked.wait()
+        inquiries.close()
+        with pytest.raises(FtError, match="node there is ending"):
+            await waits
+        with pytest.raises(FtError, match="node there is starting, or ending"):
+            inquiries.answer(m.AskProgress(0, 0))
+
+    asyncio.run(test())
 
 
 def test_nodes_are_reached_refused_or_silent(monkeypatch: pytest.MonkeyPatch) -> None:
