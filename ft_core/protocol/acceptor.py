@@ -45,6 +45,7 @@ STRANGERS = 100
 
 _REMEMBERED = 1 << 16
 """Members' first bytes: who says the same again is a stranger."""
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 _SOON = 0.01
 _RETRY = 0.1
 _ENOUGH = handshake.Handshake.HELLO_BYTES
@@ -193,16 +194,20 @@ class _Porch:
                     sock = self._remove(source, number)
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
                     self._look_at(sock, found, is_over=bool(ready[number] & ~select.EPOLLIN))
+        failed: OSError | None = None
         if self._listener.fileno() in ready:
             try:
                 self._accept(most, found)
             except BlockingIOError:
                 pass
-            except OSError:
-                if not found:
-                    raise
+            except OSError as error:
+                failed = error
+                if error.errno in _NO_DESCRIPTORS:
+                    self._make_room()
         self._let_strangers_in(most, found)
         self._expire()
+        if failed is not None and not found:
+            raise failed
         return found
 
     def _accept(self, most: int, found: list[socket.socket]) -> None:
@@ -355,7 +360,7 @@ _warned = False
 def _say(who: str, error: OSError) -> None:
     """A connection could not be accepted."""
     global _warned
-    if error.errno not in (errno.EMFILE, errno.ENFILE):
+    if error.errno not in _NO_DESCRIPTORS:
         log.warning("%s could not accept a connection: %s", who, error)
     elif not _warned:
         _warned = True

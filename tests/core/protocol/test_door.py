@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import select
 import socket
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 from core.copies import make, push
 from harness import environment
+from waiting import wait_for_value
 
 from ft_core.comm.rendezvous import EpochStore
 from ft_core.comm.rendezvous_server import Stores
@@ -147,6 +149,65 @@ def test_running_out_of_descriptors_is_told_once(kind: str) -> None:
     assert done.stderr.count("node a accepts no more connections: all of its") == 1
     assert "ulimit -Hn" in done.stderr and "Too many open files" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+class Full(socket.socket):
+    """A listener of a process that may have no more descriptors."""
+
+    full = False
+
+    def accept(self) -> Any:
+        if self.full:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().accept()
+
+
+@pytest.fixture
+def full() -> Iterator[tuple[Full, acceptor._Porch, list[socket.socket]]]:
+    """Three are there that say nothing, and one who says something else; the next one cannot be accepted."""
+    with Full(fileno=listen("127.0.0.1").detach()) as listener, ExitStack() as stack:
+        porch = acceptor._Porch(listener, SECRET)
+        stack.callback(porch.close)
+
+        def come() -> socket.socket:
+            return stack.enter_context(socket.create_connection(listener.getsockname()))
+
+        guests = [come() for _ in range(3)]
+        assert porch.take(10, 5) == [] and sum(map(len, porch._outside.values())) == 3
+        listener.full = True
+        come()
+        yield listener, porch, guests
+
+
+def are_closed(guests: list[socket.socket]) -> list[bool]:
+    return [bool(select.select([each], [], [], 0)[0]) for each in guests]
+
+
+def test_where_descriptors_run_out_the_oldest_that_says_nothing_makes_room(full: Any) -> None:
+    listener, porch, guests = full
+    with pytest.raises(OSError, match="Too many open files"):
+        porch.take(10, 5)
+    assert are_closed(guests) == [True, False, False]
+    listener.full = False
+    assert porch.take(10, 5) == [] and are_closed(guests) == [True, False, False]
+    assert sum(map(len, porch._outside.values())) == 3
+
+
+def test_where_nobody_can_be_accepted_those_who_are_there_are_looked_after(
+    full: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who says something else comes in, and who has been silent for too long goes."""
+    _, porch, guests = full
+    guests[2].sendall(bytes(acceptor._ENOUGH))
+    wait_for_value(lambda: len(acceptor._said(outside(porch)[2])), acceptor._ENOUGH)
+    monkeypatch.setattr(handshake, "SECONDS", 0.0)
+    [let_in] = porch.take(10, 5)
+    let_in.close()
+    assert are_closed(guests[:2]) == [True, True] and not outside(porch)
+
+
+def outside(porch: acceptor._Porch) -> list[socket.socket]:
+    return [each.sock for there in porch._outside.values() for each in there.values()]
 
 
 def test_the_limit_is_raised_and_one_that_is_too_low_is_told() -> None:
