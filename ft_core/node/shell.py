@@ -546,7 +546,7 @@ class NodeShell:
             target = self.job_dir / "hangs" / f"role-{order.role}-{pid}.txt"
             try:
                 async with asyncio.timeout(_STACKS):
-                    said = await asyncio.to_thread(stacks.write, pid, log_dir, target)
+                    said = await asyncio.to_thread(stacks.write, pid, log_dir, target, orphans.child)
             except TimeoutError:
                 said = f"where it is cannot be written to {target} within {_STACKS:g} s"
             log.warning("node %s: role %d, worker %d: %s", self.node, order.role, pid, said)

@@ -14,7 +14,10 @@ import re
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from msgspec import Struct
@@ -34,6 +37,9 @@ _TEXT = 512
 """Characters of a path or a name, as faulthandler has them at most."""
 
 
+Child = Callable[[Callable[[], subprocess.Popen[bytes]]], AbstractContextManager[subprocess.Popen[bytes]]]
+
+
 class Frame(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """One frame of a stack of Python."""
 
@@ -49,12 +55,13 @@ def register(directory: Path) -> None:
         faulthandler.register(SIGNAL, file=file, all_threads=False)
 
 
-def write(pid: int, directory: Path, target: Path) -> str:
+def write(pid: int, directory: Path, target: Path, child: Child) -> str:
     """Put all that can be found out of process `pid`, which has registered `directory`, into `target`.
-    Returns it in short, for a log. Takes some seconds at most."""
+    Returns it in short, for a log. Takes some seconds at most. `child`: what a process is started with, for
+    as long as it runs; see `orphans.child`."""
     kernel = _kernel(pid)
     stopped = "State:\tT" in kernel
-    found = "" if stopped else _tool(pid) or own(pid, directory)
+    found = "" if stopped else _tool(pid, child) or own(pid, directory)
     if not found:
         found = "a stopped process does not tell its stack\n" if stopped else "its stack cannot be had\n"
     try:
@@ -66,17 +73,24 @@ def write(pid: int, directory: Path, target: Path) -> str:
     return f"where it is ({where}):\n{found.rstrip()}"
 
 
-def _tool(pid: int) -> str:
+def _tool(pid: int, child: Child) -> str:
     """What py-spy says of all threads, if it is there and may."""
     if (tool := shutil.which("py-spy")) is None:
         return ""
+    command = [tool, "dump", "--pid", str(pid)]
     try:
-        done = subprocess.run(
-            [tool, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=_TOOL
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        with tempfile.TemporaryFile() as output:
+            about = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.DEVNULL}
+            with child(lambda: subprocess.Popen(command, **about)) as process:  # type: ignore[call-overload]
+                try:
+                    code = process.wait(_TOOL)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    code = process.wait()
+            output.seek(0)
+            return "" if code else output.read().decode(errors="replace")
+    except OSError:
         return ""
-    return done.stdout if done.returncode == 0 else ""
 
 
 def frames(text: str) -> list[Frame]:

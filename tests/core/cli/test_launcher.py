@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from core.process.test_async_writer import fill
-from harness import ROOT, environment
+from harness import environment
 from waiting import wait_for_value
 
 from ft_core.cli import launcher as launching
@@ -140,8 +140,9 @@ def test_sigterm_is_passed_on_where_nobody_reads_what_is_said(console_is: str, t
         os.close(reader)
     else:
         fill(stderr)
-    about = {**environment(), "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, "-c", FTRUN], cwd=tmp_path, env=about, stderr=stderr) as ftrun:
+    with subprocess.Popen(
+        [sys.executable, "-c", FTRUN], cwd=tmp_path, env=environment(), stderr=stderr
+    ) as ftrun:
         os.close(stderr)
         try:
             wait_for_value(lambda: (tmp_path / "ready").exists() or ftrun.poll() is not None, True)

@@ -61,6 +61,29 @@ alive.wait()
 """
 
 
+TOOL = """
+import os, sys, time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from ft_core.node.workers import orphans
+from ft_core.process import stacks
+orphans.adopt()
+with ThreadPoolExecutor(1) as threads:
+    said = threads.submit(stacks._tool, os.getpid(), orphans.child)
+    while not Path("started").exists():
+        time.sleep(0.01)
+    assert orphans.end(), "it was taken for what a worker has left"
+    Path("go-on").touch()
+    assert said.result() == "all threads\\n"
+assert not orphans._own
+"""
+PY_SPY = """#!/bin/sh
+touch started
+while [ ! -e go-on ]; do sleep 0.05; done
+echo all threads
+"""
+
+
 def test_what_has_an_orphans_number_by_now_lives_on():
     """A number is given again: whoever has it is looked at once more in the moment of the signal."""
     done = subprocess.run(
@@ -100,3 +123,11 @@ def test_nothing_outlives_an_ftrun_that_is_killed_at_once(tmp_path: Path, short_
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
     assert not [path.name for path in short_path.glob("ft-agent-*")]
+
+
+def test_what_looks_at_a_stack_is_left_to_end(tmp_path: Path) -> None:
+    tool = tmp_path / "py-spy"
+    tool.write_text(PY_SPY)
+    tool.chmod(0o755)
+    about = {**environment(), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run([sys.executable, "-c", TOOL], check=True, timeout=60, cwd=tmp_path, env=about)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from waiting import wait_for_value
 
+from ft_core.node.workers.orphans import child
 from ft_core.process import stacks
 
 SCRIPT = """
@@ -51,10 +52,10 @@ def test_the_stack_of_a_process_that_does_not_help(how: str, name: str, tmp_path
     process = started(tmp_path, how)
     try:
         target = tmp_path / "hangs" / "role-0.txt"
-        said = stacks.write(process.pid, tmp_path, target)
+        said = stacks.write(process.pid, tmp_path, target, child)
         assert f"in {name}" in said and str(target) in said
         assert f"in {name}" in target.read_text() and "State:" in target.read_text()
-        assert f"in {name}" in stacks.write(process.pid, tmp_path, target), "again"
+        assert f"in {name}" in stacks.write(process.pid, tmp_path, target, child), "again"
         assert process.poll() is None
     finally:
         process.kill()
@@ -67,7 +68,9 @@ def test_a_stopped_process_has_none(tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGSTOP)
         wait_for_value(lambda: _state(process.pid), "T")
         target = tmp_path / "role-0.txt"
-        assert "a stopped process does not tell its stack" in stacks.write(process.pid, tmp_path, target)
+        assert "a stopped process does not tell its stack" in stacks.write(
+            process.pid, tmp_path, target, child
+        )
         assert "State:\tT" in target.read_text()
     finally:
         process.kill()
@@ -79,7 +82,9 @@ def test_a_process_that_would_die_of_the_signal_does_not_get_it(tmp_path: Path, 
     (tmp_path / stacks.NAME).touch()
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        assert "its stack cannot be had" in stacks.write(process.pid, tmp_path, tmp_path / "role-0.txt")
+        assert "its stack cannot be had" in stacks.write(
+            process.pid, tmp_path, tmp_path / "role-0.txt", child
+        )
         assert process.poll() is None
     finally:
         process.kill()
