@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ports
 import pytest
 from harness import Layout, Result, check_clean, check_drills, check_finite, forks, read_losses
 
@@ -9,6 +10,13 @@ from harness import Layout, Result, check_clean, check_drills, check_finite, for
 def test_a_step_that_is_logged_twice_is_seen_twice() -> None:
     text = "iteration 1/2 | loss 3.5 | lr 1\niteration 2/2 | loss 3\niteration 1/2 | loss 3.5\n"
     assert read_losses(text) == {1: ["3.5", "3.5"], 2: ["3"]}
+
+
+def test_no_port_is_drawn_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, real = ports.free_port(), ports._dice.randrange
+    draws = [first, first]
+    monkeypatch.setattr(ports._dice, "randrange", lambda *about: draws.pop() if draws else real(*about))
+    assert ports.free_port() != first and not draws
 
 
 @pytest.mark.parametrize("loss", ["nan", "inf", "-inf"])
