@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from waiting import wait_for_value
 from ft_core.cli import launcher as launching
 from ft_core.cli.launcher import Launcher
 from ft_core.process.async_writer import console
+from ft_core.process.sigterm import ENDED
 
 WAITS = "import pathlib, time\nwhile not pathlib.Path({over!r}).exists(): time.sleep(0.02)"
 DIES = "import os; os.kill(os.getpid(), 9)"
@@ -106,7 +109,14 @@ import subprocess, sys
 from ft_core.cli import launch
 from ft_core.cli.launcher import Launcher
 
-SAVES = '''
+def start(self, module, *arguments):
+    program = sys.argv[1 + (module == "ft_core.control")]
+    return subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
+
+Launcher._start = start
+sys.exit(launch.main(["--standalone", "--spares=0", "--job-dir=job", "train.py"]))
+"""
+SAVES = """
 import pathlib, signal, sys
 def told(*_):
     pathlib.Path("saved").touch()
@@ -115,21 +125,37 @@ signal.signal(signal.SIGTERM, told)
 signal.alarm(60)
 pathlib.Path("ready").touch()
 while True: signal.pause()
-'''
-CONTROLS = '''
+"""
+CONTROLS = """
 import pathlib, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.alarm(60)
 while not pathlib.Path("saved").exists(): time.sleep(0.02)
-'''
-
-def start(self, module, *arguments):
-    program = SAVES if module == "ft_core.node" else CONTROLS
-    return subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
-
-Launcher._start = start
-sys.exit(launch.main(["--standalone", "--spares=0", "--job-dir=job", "train.py"]))
 """
+
+
+def test_a_signal_that_comes_several_times_at_once_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm sends it for the step and for the job, and a shell that has it passes it on."""
+    now = 100.0
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launching, "time", SimpleNamespace(monotonic=lambda: now, sleep=time.sleep))
+    job = StandIns(tmp_path, CONTROLS, SAVES)
+    try:
+        job.controller()
+        job.agent("node0", 0, "")
+        wait_for_value((tmp_path / "ready").exists, True)
+        for later in (0.0, 0.1, launching._AS_ONE):
+            now = 100.0 + later
+            job.terminate()
+        assert job.wait() == 0 and (tmp_path / "saved").exists()
+        now += 0.1
+        with pytest.raises(SystemExit) as ends:
+            job.terminate()
+        assert ends.value.code == ENDED
+    finally:
+        job.stop()
 
 
 @pytest.mark.parametrize("console_is", ["gone", "full"])
@@ -141,7 +167,7 @@ def test_sigterm_is_passed_on_where_nobody_reads_what_is_said(console_is: str, t
     else:
         fill(stderr)
     with subprocess.Popen(
-        [sys.executable, "-c", FTRUN], cwd=tmp_path, env=environment(), stderr=stderr
+        [sys.executable, "-c", FTRUN, SAVES, CONTROLS], cwd=tmp_path, env=environment(), stderr=stderr
     ) as ftrun:
         os.close(stderr)
         try:

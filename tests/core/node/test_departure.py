@@ -107,18 +107,6 @@ def terminated(process: subprocess.Popen[Any]) -> bool:
     return process.poll() is not None
 
 
-def test_a_signal_that_comes_several_times_at_once_is_one(tmp_path: Path):
-    """Slurm sends it for the step and for the job, and a shell that has it passes it on."""
-    with script(tmp_path, HANDLES).begin() as job:
-        for _ in range(3):
-            job.process.terminate()
-            time.sleep(0.1)  # a process that is not read meanwhile has it once
-        (tmp_path / "ready-may-end").touch()
-        result = job.finish(60)
-    assert result.code == 0 and result.output.count("saved") == 2, result.output
-    check_clean(result)
-
-
 @pytest.mark.parametrize("how", ["again", "patience"])
 def test_workers_that_take_too_long(how: str, tmp_path: Path):
     """They handle the signal and go on; a later one ends them, as does a time-out that was given."""
