@@ -146,6 +146,22 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert "lm loss" in expected and found == expected
 
 
+class Sniffing(Pretrain):
+    """Megatron looks which device is slow."""
+
+    @property
+    def script(self) -> Path:
+        return Path(__file__).with_name("sniffing_pretrain.py")
+
+
+def test_looks_at_the_devices(tmp_path: Path) -> None:
+    """What they draw is drawn once, and a newcomer has nothing to report of the step before it came."""
+    looks = ("--log-straggler", "--straggler-ctrlr-port=0", "--gpu-sniff-test-interval=3")
+    training = Sniffing(pp=2, more=(*DISTOPT, *looks))
+    injected = ("3@backward:2:worker", "0@forward:5", "1@between:6:worker")
+    survives(training, 8, injected, tmp_path, "--save-interval=4")
+
+
 def test_the_loss_is_on_the_page(tmp_path: Path) -> None:
     """As Megatron logs it, before and after its role was taken over."""
     with Job(tmp_path / "job", Pretrain(pp=2), 1_000_000, nproc=2) as job:
