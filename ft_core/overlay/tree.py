@@ -124,12 +124,12 @@ class Tree:
         self.opened: dict[int, str] = {}
         """Descriptors that it was given -> the file in the layer. Some may be closed."""
         self.newest_read: tuple[float, str] | None = None
-        """Of the files that were read in start-up, other than caches and what this process has made: when the
-        newest one was written, and its name."""
+        """When the newest file was written that was read in start-up, and its name; caches, and what this
+        process has made, do not count."""
         self.notes_removals = False
         """Whether what is removed may be there since, or no more."""
         self.removals: list[Removal] = []
-        """Of what is real."""
+        """What of the real directories was removed, in order."""
         self.done_before = 0
         """How many of all changes in the layer had been done before, as what was moved then tells."""
         self._changes = 0
@@ -607,7 +607,7 @@ class Tree:
 
 
 def _identities(name: str) -> dict[str, Identity]:
-    """Of what is there and below."""
+    """Identities of what is there and below, by name; what is below comes first."""
     found: dict[str, Identity] = {}
     if stat.S_ISDIR(_lstat(name).st_mode):
         for below in _listdir(name):
@@ -616,7 +616,7 @@ def _identities(name: str) -> dict[str, Identity]:
 
 
 def identity(name: str) -> Identity:
-    """Of the file or directory there, no link followed. Raises OSError."""
+    """What tells this file or directory, or link, from another. Raises OSError."""
     found = _lstat(name)
     about = (found.st_dev, found.st_ino, stat.S_IFMT(found.st_mode))
     return about if stat.S_ISDIR(found.st_mode) else (*about, found.st_size, found.st_mtime_ns)
