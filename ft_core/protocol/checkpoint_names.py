@@ -32,6 +32,11 @@ def parse(name: str) -> CheckpointId:
     return CheckpointId(int(version), int(epoch), job, int(roles))
 
 
+def sizes(names: Iterable[str]) -> set[int]:
+    """The numbers of roles of those of `names` that are checkpoints."""
+    return {parse(name).roles for name in names if _NAME.fullmatch(name)}
+
+
 def of_size(names: Iterable[str], roles: int) -> list[str]:
     """Those of `names` that are checkpoints of so many roles, oldest first."""
     found = {name: parse(name) for name in names if _NAME.fullmatch(name)}

@@ -71,6 +71,11 @@ def complete(directory: str, world_size: int) -> list[str]:
     return [name for name in _names(directory, world_size) if wanted <= set(_list(Path(directory, name)))]
 
 
+def other_sizes(directory: str, world_size: int) -> list[int]:
+    """The numbers of roles of the checkpoints that are of another number. Raises OSError."""
+    return sorted(checkpoint_names.sizes(_list(Path(directory))) - {world_size})
+
+
 @dataclass(frozen=True)
 class Part:
     """What is written of a role: its segments' names, and the content of those that no other role writes."""

@@ -812,7 +812,7 @@ class SimJob:
             return self.shape.brief or self._all_told or self._all_are_told(self.live())
         if "no step was done yet" in reason:
             return self.training.newest <= self._begun_with
-        if "cannot be read" in reason:
+        if "cannot be read" in reason or "not by nodes" in reason:
             return storage.was_in_trouble
         if "Every durable checkpoint" in reason:
             return bool(storage.damaged)

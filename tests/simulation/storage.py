@@ -33,6 +33,8 @@ class Storage:
         """Machines whose calls do not come back for as long."""
         self.unreachable: set[str] = set()
         """Machines whose calls fail."""
+        self.unmounted: set[str] = set()
+        """Machines that see an empty directory of their own in its place."""
         self.full = False
         self.was_in_trouble = False
         """Whether any node could ever not read it."""
@@ -46,6 +48,7 @@ class Storage:
         self.slow, self.full = 1.0, False
         self.hangs.clear()
         self.unreachable.clear()
+        self.unmounted.clear()
 
     def complete(self) -> list[str]:
         """Names, oldest first."""
@@ -102,7 +105,8 @@ class Storage:
                 if problem or self.full:
                     fail(problem or "No space left on device")
                     return
-                self.parts.setdefault(name, {})[role] = content
+                if node.machine_name not in self.unmounted:
+                    self.parts.setdefault(name, {})[role] = content
                 if name in self.complete():
                     self.content(name)
                 write(rest, roles)
@@ -115,7 +119,9 @@ class Storage:
         """Which can be read on this node."""
 
         def listed(problem: str) -> None:
-            names = () if problem else tuple(self.complete())
+            elsewhere = node.machine_name in self.unmounted
+            self.was_in_trouble |= elsewhere
+            names = () if problem or elsewhere else tuple(self.complete())
             node.handle(ev.DurableListed(number, names, problem))
 
         self._call(node, listed)
@@ -125,7 +131,9 @@ class Storage:
 
         def answered(problem: str) -> None:
             found = None if problem else self.parts.get(name, {}).get(role)
-            if (name, role) in self.damaged:
+            if node.machine_name in self.unmounted:
+                found = None
+            elif (name, role) in self.damaged:
                 self.parts.get(name, {}).pop(role, None)  # set aside
                 found = None
             read(found, problem or ("" if found is not None else f"{name}, role {role}: it is damaged"))
@@ -136,7 +144,8 @@ class Storage:
         """One call to the file system, from a thread of a node."""
         where = node.machine_name
 
-        self.ever_ailed |= self.full or self.slow > 1 or bool(self.hangs) or bool(self.unreachable)
+        self.ever_ailed |= self.full or self.slow > 1
+        self.ever_ailed |= bool(self.hangs or self.unreachable or self.unmounted)
 
         def answer() -> None:
             self.ever_ailed |= self.full

@@ -195,6 +195,11 @@ EVENTS: Mapping[str, Event] = {
         "checkpoint: the node's log has each role's",
         _VERSION,
     ),
+    "durable_unused": Event(
+        "nodes do not see a durable checkpoint that others see, and are not used while there is another; or "
+        "all that are there are of another number of roles; `reason` says what to do",
+        {"nodes": "which"},
+    ),
     "injected": Event("`ftctl kill`"),
     "ledger": Event(
         "roles disagree on what a step trained; `reason` has both accounts. Never, but for an error in this "
