@@ -59,6 +59,8 @@ class Decisions:
                 return
             self._recovery.decision_due = False
             phase = self._recovery.phase
+            if self._recovery.checkpoints.asked:
+                self._recovery.checkpoints.look(self._cluster.nodes, self._cluster.past)
             if isinstance(phase, Forming):
                 self._form(phase)
             elif isinstance(phase, Quiescing | Waiting):
@@ -73,6 +75,7 @@ class Decisions:
         if not self._cluster.settings.durable_dir:
             return {}
         checkpoints, now = self._recovery.checkpoints, self._out.now
+        checkpoints.look(self._cluster.nodes, self._cluster.past)
         self._out.emit(*checkpoints.ask(self._cluster.nodes, nodes, now))
         found = checkpoints.seen(nodes, now)
         if found == {} and checkpoints.others and not self._told_of_sizes:
@@ -94,7 +97,6 @@ class Decisions:
     def _tell_who_lacks(self) -> set[str]:
         """Nodes that do not see the newest checkpoint that others see, which is said once."""
         checkpoints = self._recovery.checkpoints
-        checkpoints.forget_the_lost(self._cluster.nodes)
         lacking = checkpoints.lacking(self._out.now)
         if new := lacking - checkpoints.told:
             checkpoints.told |= new

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ft_core.node import events as ev
+from ft_core.protocol.messages import NodePlan
 from ft_core.state import durable
 
 from .invariants import Invariant
@@ -54,9 +55,9 @@ class Storage:
         """Names, oldest first."""
         return sorted(n for n, parts in self.parts.items() if len(parts) == self.job.training.roles)
 
-    def newest(self) -> str:
-        """Of the complete ones, if there is one."""
-        return max(self.complete(), default="")
+    def newest(self, given_up: Callable[[str], bool]) -> str:
+        """Of the complete ones, but for those that the job has given up, if there is one."""
+        return max((name for name in self.complete() if not given_up(name)), default="")
 
     def content(self, name: str) -> Content:
         """Of a complete one: the same of all roles."""
@@ -75,7 +76,7 @@ class Storage:
             def removed(problem: str) -> None:
                 if not problem:
                     self.parts.pop(name, None)
-                    self._prune(name, failed=True)
+                    self._prune(name, order.plan, failed=True)
                 ends(ev.DurableDone(order.role, order.version, (), why))
 
             self._call(node, removed)
@@ -92,7 +93,7 @@ class Storage:
                 fail(problem)
                 return
             if order.role == min(order.plan.roles):
-                self._prune(name)
+                self._prune(name, order.plan)
             write(list(found.items()), tuple(found))
 
         def write(left: list[tuple[int, Content]], roles: tuple[int, ...]) -> None:
@@ -157,8 +158,8 @@ class Storage:
 
         node.later(0.05 * node.world.rng.random() * self.slow, answer)
 
-    def _prune(self, name: str, *, failed: bool = False) -> None:
-        for each in durable.superfluous(sorted(self.parts), self.complete(), name, failed=failed):
+    def _prune(self, name: str, plan: NodePlan, *, failed: bool = False) -> None:
+        for each in durable.superfluous(sorted(self.parts), self.complete(), name, plan.past, failed=failed):
             del self.parts[each]
 
     def _parts(self, node: SimNode, order: ev.WriteDurable) -> dict[int, Content]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from ft_core.control.cluster.node import Node
 from ft_core.control.events import Effect, Peer, Send
-from ft_core.protocol.checkpoint_names import parse
+from ft_core.protocol.checkpoint_names import Past, parse
 from ft_core.protocol.messages import DurableNames, ListDurable
 
 AGAIN = 3.0
@@ -35,6 +35,8 @@ class Checkpoints:
     last: dict[str, float] = field(default_factory=dict)
     """When each was asked last."""
     unanswered: set[str] = field(default_factory=set)
+    past: Past = field(default_factory=Past)
+    """What the job has behind it: other checkpoints do not count."""
     others: set[int] = field(default_factory=set)
     """The numbers of roles of those that are of another number than the job."""
     told: set[str] = field(default_factory=set)
@@ -44,8 +46,9 @@ class Checkpoints:
         """The questions to ask anew, since a failure or other settings may have changed the answers."""
         return Checkpoints(self.number + 1)
 
-    def forget_the_lost(self, nodes: Collection[str]) -> None:
-        """Only these nodes are left."""
+    def look(self, nodes: Collection[str], past: Past) -> None:
+        """Only these nodes are left, and that is what the job has behind it."""
+        self.past = past
         self.names = {name: names for name, names in self.names.items() if name in nodes}
         self.errors = {name: error for name, error in self.errors.items() if name in nodes}
 
@@ -57,12 +60,12 @@ class Checkpoints:
         if not set(nodes) <= set(self.names):
             return None
         found = set.intersection(*(set(self.names[name]) for name in nodes)) if nodes else set()
-        return {parse(each).version: each for each in sorted(found, key=parse)}
+        return {parse(each).version: each for each in self.past.own(found)}
 
     def seen(self, nodes: Collection[str], now: float) -> Mapping[int, str] | None:
-        """What is `common` to those of these nodes that see what others see, or to the others if none does: who
-        is `lacking` says nothing of what there is. None, too, as long as they may yet agree. Nothing where
-        somebody cannot look."""
+        """What is `common` to those of these nodes that see what others see, or to the others if none does:
+        who is `lacking` says nothing of what there is. None, too, as long as they may yet agree. Nothing
+        where somebody cannot look."""
         if not set(nodes) <= set(self.names) or self._may_agree(nodes, now):
             return None
         if not self.errors.keys().isdisjoint(nodes):
@@ -72,7 +75,8 @@ class Checkpoints:
     @property
     def newest(self) -> str:
         """The newest checkpoint that any node sees; empty if there is none."""
-        return max((each for names in self.names.values() for each in names), key=parse, default="")
+        found = self.past.own({each for names in self.names.values() for each in names})
+        return found[-1] if found else ""
 
     def without(self, name: str, nodes: Collection[str]) -> list[str]:
         """Which of the nodes have looked, and do not see this checkpoint."""
@@ -87,7 +91,10 @@ class Checkpoints:
         if not (newest := self.newest):
             return set()
         version, there = parse(newest).version, self.names.keys() - self.errors.keys()
-        return {node for node in there if all(parse(each).version < version for each in self.names[node])}
+        return {node for node in there if self._newest_of(node) < version}
+
+    def _newest_of(self, node: str) -> int:
+        return max((parse(each).version for each in self.past.own(self.names[node])), default=-1)
 
     def _may_agree(self, nodes: Collection[str], now: float) -> bool:
         return any(now - self.first[node] < PATIENCE for node in self._behind().intersection(nodes))

@@ -1445,7 +1445,7 @@ def test_a_successor_that_finds_a_spare_alone_goes_on_from_a_durable_checkpoint(
     job = ControlPlane(nodes=2, spares=1, replicas=0, durable_dir="/d", durable_interval=1)
     names(job, [])
     lose_all_with_a_role(job)
-    names(job, ["step-00000001-00001-x-2"])
+    names(job, ["step-00000001-00001-1-2"])
     job.wait(0.1)
     decided = job.records_of("decided")[-1].more
     assert (decided["version"], decided["origin"]) == (1, "durable")
@@ -1535,7 +1535,7 @@ def test_a_part_of_the_script_is_made_again_where_a_checkpoint_is_of_before_its_
         agent.versions, agent.replicas = {}, {}
     job["node0"].say(job["node0"].crash(0))
     job.all_report()
-    names(job, ["step-00000003-00001-x-2"])
+    names(job, ["step-00000003-00001-1-2"])
     plan = job["node1"].plan
     assert plan is not None and plan.version == 3 and plan.parts == []
 

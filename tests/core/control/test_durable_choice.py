@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from core.control.test_controller_machine import ControlPlane
+from core.control.test_controller_machine import ControlPlane, restart, tell
 
 from ft_core.control.decide.durable_names import AGAIN, PATIENCE
 from ft_core.control.events import End
+from ft_core.control.succession import GRACE
 from ft_core.protocol import messages as m
 
 NAME = "step-{:08d}-{:05d}-{}-2"
@@ -163,3 +164,123 @@ def test_checkpoints_of_another_number_of_roles_are_named_once() -> None:
     assert decided(job)["origin"] == "initial"
     [told] = job.records_of("durable_unused")
     assert "are of 16 roles, and this job has 2: none of them is used" in told.reason
+
+
+def own(job: ControlPlane, version: int, epoch: int) -> str:
+    """The name of a checkpoint that this job has written."""
+    return NAME.format(version, epoch, job.controller.cluster.current_plan.job)
+
+
+def test_of_two_jobs_in_one_directory_each_goes_on_from_its_own() -> None:
+    job, storage = start({}, [])
+    storage.wait(1)
+    job.all_step(1001)
+    storage.default = [own(job, 1000, 1), NAME.format(1000, 5, "other"), NAME.format(1500, 5, "other")]
+    lose_memory(job)
+    storage.wait(2)
+    assert (decided(job)["version"], decided(job)["origin"]) == (1000, "durable")
+    assert job.controller.cluster.current_plan.durable == storage.default[0]
+
+
+def test_a_job_goes_on_from_what_it_began_with_and_from_the_one_before_if_that_is_damaged() -> None:
+    job, storage = start({}, [*FORMER, NAME.format(9600, 1, "other")])
+    storage.default = FORMER
+    storage.wait(1)
+    job.all_step(9501)
+    storage.default = [*FORMER, NAME.format(9600, 1, "other")]
+    lose_memory(job)
+    storage.wait(2)
+    assert decided(job)["version"] == 9500
+    storage.default = [FORMER[0], NAME.format(9600, 1, "other")]
+    lose_memory(job)
+    storage.wait(2)
+    assert decided(job)["version"] == 9000
+
+
+def goes_back(job: ControlPlane, storage: Storage) -> None:
+    """To step 5000, of all that it has written: the newer ones are damaged, and cannot be set aside."""
+    storage.wait(1)
+    job.all_step(9501)
+    storage.default = [own(job, 5000, 1)]
+    lose_memory(job)
+    storage.wait(2)
+    assert decided(job)["version"] == 5000
+    job.all_step(5001)
+    storage.default = [own(job, 5000, 1), own(job, 9000, 1), own(job, 9500, 1)]
+
+
+def test_what_a_job_has_gone_back_behind_is_not_gone_on_from() -> None:
+    job, storage = start({}, [])
+    goes_back(job, storage)
+    lose_memory(job)
+    storage.wait(2)
+    assert decided(job)["version"] == 5000
+
+
+def test_a_successor_knows_what_the_job_has_gone_back_behind() -> None:
+    job, storage = start({}, [])
+    goes_back(job, storage)
+    job.all_step(5501)
+    restart(job, "node0", "node1")
+    job.wait(0.1)
+    tell(job)
+    job.wait(GRACE + 0.5)
+    storage.default = [own(job, 5500, 2), *storage.default]
+    lose_memory(job)
+    storage.wait(2)
+    assert len(job.records_of("controller_restarted")) == 1 and decided(job)["version"] == 5500
+
+
+def test_what_is_tainted_is_not_gone_on_from_by_a_job_that_begins_anew_from_storage() -> None:
+    """With `--ft-verify`; nor later, once the job has gone back to before it."""
+    job, storage = start({}, [], max_restarts=3)
+    storage.wait(1)
+    job.all_step(9501)
+    storage.default = [own(job, 8500, 1), own(job, 9000, 1), own(job, 9500, 1)]
+    job.controller.cluster.versions.taint(9000)
+    lose_memory(job)
+    storage.wait(2)
+    assert decided(job)["version"] == 8500
+    job.all_step(8501)
+    lose_memory(job)
+    storage.wait(2)
+    assert decided(job)["version"] == 8500
+
+
+def test_scripts_that_began_anew_beside_a_checkpoint_do_not_come_back_to_it() -> None:
+    job, storage = start({}, [], max_restarts=3)
+    job.resumes = True
+    storage.wait(1)
+    job.all_step(9501)
+    lose_memory(job)
+    storage.wait(2)
+    job["node1"].say(job["node1"].crash(1))
+    job.all_report()
+    assert job.records_of("starting_over") and decided(job)["origin"] == "initial"
+    epoch = job.controller.cluster.epoch
+    assert job.controller.cluster.past.own([own(job, 9000, 1), own(job, 500, epoch)]) == [
+        own(job, 500, epoch)
+    ]
+
+
+def test_a_job_that_is_started_again_finds_the_newest_of_what_its_predecessor_went_on_with() -> None:
+    """The epochs' numbers say what was given up: a later one has written an older version."""
+    gone_back = NAME.format(5500, 9, "former")
+    job, storage = start({}, [*FORMER, gone_back, NAME.format(5000, 2, "former")])
+    storage.wait(1)
+    assert decided(job)["version"] == 5500
+    assert job.controller.cluster.script.begun_from == gone_back
+
+
+def test_what_others_or_a_past_that_was_left_have_does_not_count_as_saved() -> None:
+    job, storage = start({}, [])
+    goes_back(job, storage)
+    job.all_step(5002)
+    storage.default = [*storage.default, NAME.format(6000, 1, "other")]
+    about = {"exit": "exit code 3", "code": 3, "fault": m.Fault.REFUSED, "step": 5002}
+    job["node1"].say(m.WorkerLost(role=1, pid=job["node1"].workers.pop(1), **about))
+    assert job.phase == "saving"
+    job.all_report()
+    storage.answer()
+    told = [each for each in job["node0"].heard if isinstance(each, m.SaveVersion)]
+    assert [each.version for each in told] == [5002] and not job.records_of("saved")
