@@ -15,6 +15,7 @@ whose replica group is away is written where its counterpart is.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import mmap
@@ -68,7 +69,11 @@ def complete(directory: str, world_size: int) -> list[str]:
     Lists each checkpoint's directory and looks at no file. Raises OSError when the storage does not answer.
     """
     wanted = {_part(role) for role in range(world_size)}
-    return [name for name in _names(directory, world_size) if wanted <= set(_list(Path(directory, name)))]
+    return [
+        name
+        for name in _names(directory, world_size)
+        if wanted <= set(_list_checkpoint(Path(directory, name)))
+    ]
 
 
 def other_sizes(directory: str, world_size: int) -> list[int]:
@@ -359,6 +364,16 @@ def _list(path: Path) -> list[str]:
     try:
         return os.listdir(path)
     except (FileNotFoundError, NotADirectoryError):  # or deleted since
+        return []
+
+
+def _list_checkpoint(path: Path) -> list[str]:
+    """What is in a checkpoint's directory. Another node may delete it meanwhile, as NFS says by ESTALE."""
+    try:
+        return _list(path)
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
         return []
 
 

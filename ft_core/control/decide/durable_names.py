@@ -14,10 +14,11 @@ from ft_core.protocol.checkpoint_names import Past, parse
 from ft_core.protocol.messages import DurableNames, ListDurable
 
 AGAIN = 3.0
-"""Seconds after which nodes that do not see the same are asked again: one may have been written meanwhile,
-and what a client remembers of a directory may be old."""
+"""Seconds after which nodes that do not see the same, or cannot look, are asked again: one may have been
+written meanwhile, and what a client remembers of a directory may be old."""
 PATIENCE = 30.0
-"""Seconds after which a node that still does not see a checkpoint that others see is taken not to."""
+"""Seconds after which a node that still does not see a checkpoint that others see, or cannot look, is taken
+not to."""
 
 
 @dataclass
@@ -97,7 +98,8 @@ class Checkpoints:
         return max((parse(each).version for each in self.past.own(self.names[node])), default=-1)
 
     def _may_agree(self, nodes: Collection[str], now: float) -> bool:
-        return any(now - self.first[node] < PATIENCE for node in self._behind().intersection(nodes))
+        doubtful = (self._behind() | self.errors.keys()).intersection(nodes)
+        return any(now - self.first[node] < PATIENCE for node in doubtful)
 
     def ask(self, nodes: Mapping[str, Node], who: Collection[str], now: float) -> list[Effect]:
         """Ask those of `who` that were not, over the connection that they have now; and all of them again as

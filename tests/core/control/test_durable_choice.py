@@ -105,6 +105,17 @@ def test_where_the_only_spare_sees_none_either_the_job_ends() -> None:
     assert not job.records_of("decided")
 
 
+def test_a_node_that_cannot_look_is_asked_again() -> None:
+    """One answer of NFS that is over in a moment had ended the job."""
+    job = ControlPlane(durable_dir="/d", durable_interval=500)
+    storage = Storage(job, {}, FORMER)
+    asked = next(each for each in job["node1"].heard if isinstance(each, m.ListDurable))
+    storage.answered["node1"] = 1
+    job["node1"].say(m.DurableNames(asked.id, [], "Input/output error"))
+    storage.wait(AGAIN + 2)
+    assert job.done is None and decided(job)["version"] == 9500
+
+
 def test_where_nobody_sees_any_the_job_begins() -> None:
     job, storage = start({}, [])
     storage.wait(1)

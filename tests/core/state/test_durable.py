@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import pickle
 import resource
@@ -20,6 +21,7 @@ from core.fleet import Fleet
 from full_disk import file_limit
 
 from ft_core.adapter import StateTensor
+from ft_core.control.decide import durable_names
 from ft_core.errors import CorruptSnapshot, TransportError
 from ft_core.node import events as e
 from ft_core.node.link.pulse import Loop
@@ -289,8 +291,11 @@ def test_storage_that_cannot_be_read_is_told(agent: NodeShell, tmp_path: Path):
     assert (listed.id, listed.names) == (7, ()) and "symbolic links" in listed.error
 
 
-def test_a_job_does_not_begin_anew_because_storage_cannot_be_read(tmp_path: Path):
+def test_a_job_does_not_begin_anew_because_storage_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """There may be a checkpoint to go on from."""
+    monkeypatch.setattr(durable_names, "PATIENCE", 0.5)
 
     async def job() -> None:
         async with Fleet(tmp_path, nodes=2, **stored(tmp_path)) as fleet:
@@ -306,8 +311,10 @@ def test_a_job_does_not_begin_anew_because_storage_cannot_be_read(tmp_path: Path
 
 @pytest.mark.parametrize("readable", [False, True])
 def test_nodes_look_for_checkpoints_when_memory_does_not_suffice_and_never_else(
-    tmp_path: Path, readable: bool
+    tmp_path: Path, readable: bool, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(durable_names, "PATIENCE", 0.5)
+
     def asked() -> set[str]:
         nodes = fleet.nodes.values()
         return {n.name for n in nodes if any(isinstance(each, ListDurable) for each in n.received)}
@@ -368,6 +375,25 @@ def test_the_newest_complete_ones_are_kept_and_torn_ones_are_not(tmp_path: Path,
     for version in (70, 80, 90):
         write(tmp_path, version, store, epoch=2)
     assert versions(tmp_path) == [70, 80, 90] and len(list(tmp_path.iterdir())) == 3
+
+
+def test_what_another_node_deletes_meanwhile_is_not_there(
+    tmp_path: Path, store: NodeStore, monkeypatch: pytest.MonkeyPatch
+):
+    """NFS says so by an error, which ended the job."""
+    paths = [write(tmp_path, version, store) for version in (1, 2)]
+    listdir, wrong = os.listdir, errno.ESTALE
+
+    def stale(path: Path) -> list[str]:
+        if Path(path) == paths[0]:
+            raise OSError(wrong, os.strerror(wrong))
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", stale)
+    assert durable.complete(str(tmp_path), 1) == [paths[1].name]
+    wrong = errno.EIO
+    with pytest.raises(OSError, match="Input/output"):
+        durable.complete(str(tmp_path), 1)
 
 
 def name_of(version: int, epoch: int, job: str) -> str:
