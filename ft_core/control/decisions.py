@@ -30,7 +30,7 @@ from ft_core.control.final_save import FinalSave
 from ft_core.control.liveness import strikes
 from ft_core.control.observe import explain
 from ft_core.control.observe.observations import TimeGoes
-from ft_core.control.phases import Forming, Quiescing, Saving, Waiting
+from ft_core.control.phases import Forming, Quiescing, Running, Saving, Waiting
 from ft_core.control.prestart.attempts import STANDBY_GRACE
 from ft_core.control.recovery import RecoveryCoordinator
 from ft_core.protocol.goodput import Cause
@@ -77,6 +77,12 @@ class Decisions:
         checkpoints, now = self._recovery.checkpoints, self._out.now
         checkpoints.look(self._cluster.nodes, self._cluster.past)
         self._out.emit(*checkpoints.ask(self._cluster.nodes, nodes, now))
+        if (silent := checkpoints.silent(nodes, now)) and self._recovery.note_wait_reason(
+            what := explain.storage_hangs(self._cluster, silent)
+        ):
+            running = isinstance(self._recovery.phase, Running)
+            self._out.record("waiting", what, time=None if running else TimeGoes(Cause.WAITING))
+            log.warning("%s", what)
         found = checkpoints.seen(nodes, now)
         if found == {} and checkpoints.others and not self._told_of_sizes:
             self._told_of_sizes = True

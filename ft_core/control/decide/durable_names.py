@@ -101,6 +101,11 @@ class Checkpoints:
         doubtful = (self._behind() | self.errors.keys()).intersection(nodes)
         return any(now - self.first[node] < PATIENCE for node in doubtful)
 
+    def silent(self, nodes: Collection[str], now: float) -> list[str]:
+        """Which of these nodes have been asked for long, and do not answer: storage hangs there."""
+        asked = self.unanswered.intersection(nodes)
+        return sorted(node for node in asked if now - self.last[node] >= PATIENCE)
+
     def ask(self, nodes: Mapping[str, Node], who: Collection[str], now: float) -> list[Effect]:
         """Ask those of `who` that were not, over the connection that they have now; and all of them again as
         long as they may yet agree."""

@@ -144,6 +144,14 @@ def lacking(cluster: ClusterState, checkpoints: Checkpoints, nodes: Collection[s
     )
 
 
+def storage_hangs(cluster: ClusterState, nodes: Sequence[str]) -> str:
+    """These nodes do not say which durable checkpoints there are."""
+    return (
+        f"the job waits for nodes {some(nodes)} to read {cluster.settings.durable_dir}, which does not "
+        "answer there: see to its storage, or end those nodes"
+    )
+
+
 def of_other_sizes(cluster: ClusterState, sizes: Collection[int]) -> str:
     """There are durable checkpoints, and none that this job can read."""
     return (

@@ -116,6 +116,17 @@ def test_a_node_that_cannot_look_is_asked_again() -> None:
     assert job.done is None and decided(job)["version"] == 9500
 
 
+def test_a_node_whose_storage_hangs_is_named() -> None:
+    """A decision waited for it, and nobody was told for whom."""
+    job, storage = start({}, [])
+    storage.answered["node1"] = 1
+    storage.wait(PATIENCE - 1)
+    assert not job.records_of("waiting")
+    storage.wait(10)
+    [waiting] = job.records_of("waiting")
+    assert "waits for nodes node1 to read /d, which does not answer there" in waiting.reason
+
+
 def test_where_nobody_sees_any_the_job_begins() -> None:
     job, storage = start({}, [])
     storage.wait(1)
