@@ -7,6 +7,7 @@ have reported, and carried out.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import assert_never
 
@@ -29,7 +30,7 @@ from ft_core.control.final_save import FinalSave
 from ft_core.control.liveness import strikes
 from ft_core.control.observe import explain
 from ft_core.control.observe.observations import TimeGoes
-from ft_core.control.phases import Forming, Quiescing, Saving, Waiting
+from ft_core.control.phases import Forming, Quiescing, Running, Saving, Waiting
 from ft_core.control.prestart.attempts import STANDBY_GRACE
 from ft_core.control.recovery import RecoveryCoordinator
 from ft_core.protocol.goodput import Cause
@@ -48,6 +49,7 @@ class Decisions:
     def __init__(self, recovery: RecoveryCoordinator) -> None:
         self._recovery, self._cluster, self._out = recovery, recovery.cluster, recovery.out
         self.final_save = FinalSave(recovery)
+        self._told_of_sizes = False
 
     def settle(self) -> None:
         """Decide, until nothing has happened that the last decision did not know of. The end of each
@@ -57,6 +59,8 @@ class Decisions:
                 return
             self._recovery.decision_due = False
             phase = self._recovery.phase
+            if self._recovery.checkpoints.asked:
+                self._recovery.checkpoints.look(self._cluster.nodes, self._cluster.past)
             if isinstance(phase, Forming):
                 self._form(phase)
             elif isinstance(phase, Quiescing | Waiting):
@@ -67,12 +71,25 @@ class Decisions:
 
     def ask_durable_versions(self, nodes: Collection[str]) -> Mapping[int, str] | None:
         """Ask these nodes for the durable checkpoints that they can read, where they have not said yet.
-        Returns those that all can, by version; None while somebody has not answered."""
+        Returns them by version; None while somebody has not answered, or they may yet agree."""
         if not self._cluster.settings.durable_dir:
             return {}
-        checkpoints = self._recovery.checkpoints
-        self._out.emit(*checkpoints.ask(self._cluster.nodes, nodes))
-        return checkpoints.common(nodes)
+        checkpoints, now = self._recovery.checkpoints, self._out.now
+        checkpoints.look(self._cluster.nodes, self._cluster.past)
+        self._out.emit(*checkpoints.ask(self._cluster.nodes, nodes, now))
+        if (silent := checkpoints.silent(nodes, now)) and self._recovery.note_wait_reason(
+            what := explain.storage_hangs(self._cluster, silent)
+        ):
+            running = isinstance(self._recovery.phase, Running)
+            self._out.record("waiting", what, time=None if running else TimeGoes(Cause.WAITING))
+            log.warning("%s", what)
+        found = checkpoints.seen(nodes, now)
+        if found == {} and checkpoints.others and not self._told_of_sizes:
+            self._told_of_sizes = True
+            what = explain.of_other_sizes(self._cluster, checkpoints.others)
+            self._out.record("durable_unused", what)
+            log.warning("%s", what)
+        return found
 
     def end_if_storage_unreadable(self) -> bool:
         """End the job where somebody cannot read what it depends on: to begin anew, or with less, where there
@@ -83,6 +100,22 @@ class Decisions:
             self._recovery.end_job(1, f"{where}: {'; '.join(errors.values())}")
         return bool(errors)
 
+    def _tell_who_lacks(self) -> set[str]:
+        """Nodes that do not see the newest checkpoint that others see, which is said once."""
+        checkpoints = self._recovery.checkpoints
+        lacking = checkpoints.lacking(self._out.now)
+        if new := lacking - checkpoints.told:
+            checkpoints.told |= new
+            what = explain.lacking(self._cluster, checkpoints, new)
+            self._out.record("durable_unused", what, nodes=sorted(new))
+            log.warning("%s", what)
+        return lacking
+
+    def _end_for_want_of_storage(self, nodes: Collection[str]) -> None:
+        """End the job, as these nodes cannot go on from what others see, and nobody can in their place."""
+        why = explain.lacking(self._cluster, self._recovery.checkpoints, nodes)
+        self._recovery.end_job(1, f"{why}. No other node can be used in place of those that do not see it")
+
     # -- the first epoch -----------------------------------------------------------------------------
 
     def _form(self, phase: Forming) -> None:
@@ -91,9 +124,14 @@ class Decisions:
             return
         cluster, recovery = self._cluster, self._recovery
         quiet, out = self._out.now - phase.joined_at, left_out(cluster, self._out.now)
-        roles, in_vain = first_places(cluster, quiet, out)
+        lacking = self._tell_who_lacks()
+        roles, in_vain = first_places(cluster, quiet, {*out, *lacking})
         if roles is None and out and quiet > SPARES_COME and (why := too_few_are_sound(cluster, out)):
             recovery.end_job(1, why)
+            return
+        left = len(cluster.nodes.keys() - out.keys() - lacking)
+        if lacking and quiet > SPARES_COME and left < cluster.settings.first_nodes <= len(cluster.nodes):
+            self._end_for_want_of_storage(lacking)
             return
         if in_vain and recovery.note_wait_reason(what := explain.missing_at_the_start(in_vain)):
             self._out.record("waiting", what, time=TimeGoes(Cause.WAITING))
@@ -139,6 +177,8 @@ class Decisions:
             self._enter_waiting(phase)
         elif isinstance(outcome, ListCheckpoints):
             self.ask_durable_versions(outcome.nodes)
+        elif isinstance(outcome, NextEpoch) and (lack := self._lacking(outcome)):
+            self._replace_who_lacks(outcome, lack)
         elif isinstance(outcome, NotEnoughWorkers):
             self._handle_shortage(phase, outcome)
         elif isinstance(outcome, NextEpoch):
@@ -154,6 +194,23 @@ class Decisions:
         else:
             assert_never(outcome)
 
+    def _lacking(self, start: NextEpoch) -> list[str]:
+        """The nodes that are given roles, and do not see the durable checkpoint that all are to load."""
+        return self._recovery.checkpoints.without(start.durable, set(start.roles.values()))
+
+    def _replace_who_lacks(self, start: NextEpoch, lacking: Collection[str]) -> None:
+        """Have others play the roles of these nodes, if there are others: their workers end for that."""
+        cluster, unusable = self._cluster, {*self._recovery.checkpoints.lacking(self._out.now), *lacking}
+        roles = {role: node for role, node in start.roles.items() if node in lacking}
+        usable = cluster.nodes.keys() - unusable - set(cluster.draining)
+        there, capacity = Counter(start.roles.values()), cluster.settings.nproc_per_node
+        taken = Counter(start.roles[role] for role in start.newcomers if role in start.roles)
+        free = sum(max(0, min(cluster.nodes[n].idle - taken[n], capacity - there[n])) for n in usable)
+        if free < len(roles) or not roles.keys().isdisjoint(start.newcomers):
+            self._end_for_want_of_storage(lacking)
+        else:
+            self._recovery.kill_workers(roles)
+
     def _tell_of_need(self, start: NextEpoch) -> None:
         """Nodes that are not to be used while there is another are given roles."""
         given: dict[str, list[int]] = {}
@@ -167,14 +224,15 @@ class Decisions:
     def _outcome(self, phase: Quiescing | Waiting) -> Outcome:
         """What is best. A start ahead of need is given up where others need its places more."""
         cluster, prestart, now = self._cluster, self._recovery.prestart, self._out.now
+        checkpoints, avoided = self._recovery.checkpoints, {*cluster.avoided(now), *self._tell_who_lacks()}
 
         def found() -> Outcome:
             return decide(
                 cluster,
                 starting=prestart.places(),
-                durable=self._recovery.checkpoints.common,
+                durable=lambda nodes: checkpoints.seen(nodes, now),
                 standby_overdue=now - phase.since > STANDBY_GRACE,
-                avoided=cluster.avoided(now),
+                avoided=avoided,
                 clears=prestart.clears(cluster) or cluster.checking(),
                 escalation=self._recovery.escalation,
                 faulted=cluster.faulted(now),

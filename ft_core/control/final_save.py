@@ -109,7 +109,7 @@ class FinalSave:
         somebody cannot look, the job is over."""
         checkpoints, nodes = self._recovery.checkpoints, self._cluster.nodes
         who = set(last.places.values())
-        self._out.emit(*checkpoints.ask(nodes, who))
+        self._out.emit(*checkpoints.ask(nodes, who, self._out.now))
         if errors := [error for name, error in sorted(checkpoints.errors.items()) if name in who]:
             where = explain.place_of_last_version(self._cluster)
             self._failed(phase, f"{where} cannot be read: {'; '.join(errors)}")

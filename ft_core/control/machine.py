@@ -31,7 +31,7 @@ from ft_core.control.observe.observations import TimeGoes
 from ft_core.control.observe.observer import Observer
 from ft_core.control.observe.progress_reporter import ProgressReporter
 from ft_core.control.operator_commands import OperatorCommands
-from ft_core.control.phases import Done, Forming, Phase, Rebuilding, Running, Saving, Waiting
+from ft_core.control.phases import Done, Forming, Phase, Quiescing, Rebuilding, Running, Saving, Waiting
 from ft_core.control.recovery import RecoveryCoordinator
 from ft_core.control.reports import Reports
 from ft_core.control.script_ends import ScriptEnds
@@ -392,7 +392,8 @@ class Controller:
         self._recovery.tell_of_strikes()
         self._out.emit(*self._questions.tick(now))
         self._script_settings.answer_if_used()
-        if isinstance(self.phase, Forming | Waiting | Saving):
+        asks = isinstance(self.phase, Quiescing) and self._recovery.checkpoints.asked
+        if isinstance(self.phase, Forming | Waiting | Saving) or asks:
             self._recovery.decision_due = True  # it depends on the time as well
         self._succession.tick()
         self._scripts.tick()

@@ -43,6 +43,7 @@ from ft_core.control.protection import Protection
 from ft_core.control.samples import Samples
 from ft_core.process.transitions import follow
 from ft_core.protocol import messages as m
+from ft_core.protocol.checkpoint_names import parse
 from ft_core.protocol.goodput import Cause
 
 log = logging.getLogger(__name__)
@@ -129,11 +130,15 @@ class RecoveryCoordinator:
         cluster.groups.changed(start.version, start.roles)
         if before is None or (cluster.versions.initial is None and start.origin == "durable"):
             cluster.script.started_from = start.version, start.origin
+        job = before.job if before is not None else self._ids()
+        if start.durable and parse(start.durable).job != job:
+            cluster.script.begun_from = start.durable
+        if start.version is not None and (start.durable or cluster.versions.tainted is not None):
+            cluster.versions.leave(cluster.epoch, start.version)
         cluster.versions.epoch_begins(start.version)
         if start.version is not None:
             # INV-14 (parts): a durable checkpoint may be of before a part's end.
             cluster.script.parts = [end for end in cluster.script.parts if end <= start.version]
-        job = before.job if before is not None else self._ids()
         cluster.takes_part(start.roles, start.newcomers)
         for role, known in counts:
             cluster.records.say(role, known)

@@ -172,6 +172,8 @@ class DurableListed:
     id: int
     names: tuple[str, ...]
     error: str = ""
+    others: tuple[int, ...] = ()
+    """The numbers of roles of those that are of another number."""
 
 
 @dataclass(frozen=True)

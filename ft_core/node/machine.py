@@ -199,8 +199,8 @@ class Agent:
                 self.epochs.written(event)
             case VersionWritten():
                 self.epochs.version_written(event)
-            case DurableListed(number, names, error):
-                self._post(m.DurableNames(number, list(names), error))
+            case DurableListed(number, names, error, others):
+                self._post(m.DurableNames(number, list(names), error, list(others)))
             case FlightRead(answer):
                 self._post(answer)
             case Probed(number, reach):

@@ -535,13 +535,14 @@ class NodeShell:
 
     async def _list_durable(self, number: int) -> None:
         """The controller needs to know which durable checkpoints can be read here."""
-        names, failed = [], ""
+        names, others, failed = [], [], ""
         where = self._durable_dir, self.settings.world_size
         try:
             names = await self._on_storage(durable.complete, *where)
+            others = await self._on_storage(durable.other_sizes, *where)
         except OSError as error:
             failed = str(error)
-        self._handle(e.DurableListed(number, tuple(names), failed))
+        self._handle(e.DurableListed(number, tuple(names), failed, tuple(others)))
 
     async def _read_flight(self, asked: e.ReadFlight) -> None:
         about = asked, self.pool.recorded(asked.playing), frozenset(self._fetching)

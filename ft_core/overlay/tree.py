@@ -563,7 +563,7 @@ class Tree:
             self._set(name, Gone())
 
     def _note_removal(self, name: str, look: Callable[[str], dict[str, Identity]]) -> None:
-        """Of what is real there, before it is hidden."""
+        """Note what is real there, before it is hidden."""
         if self.notes_removals and not self._hidden(name) and os.path.lexists(name):
             self._changes += 1
             self.removals.append(Removal(self._changes, look(name)))

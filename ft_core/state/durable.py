@@ -15,6 +15,7 @@ whose replica group is away is written where its counterpart is.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import mmap
@@ -30,7 +31,7 @@ from xxhash import xxh3_64_hexdigest
 
 from ft_core.errors import CorruptSnapshot, TransportError
 from ft_core.protocol import checkpoint_names
-from ft_core.protocol.checkpoint_names import CheckpointId, parse
+from ft_core.protocol.checkpoint_names import CheckpointId, Past, parse
 from ft_core.protocol.messages import NodePlan
 from ft_core.state.checksums import verify
 from ft_core.state.manifest import ENVELOPE, Segment
@@ -68,7 +69,16 @@ def complete(directory: str, world_size: int) -> list[str]:
     Lists each checkpoint's directory and looks at no file. Raises OSError when the storage does not answer.
     """
     wanted = {_part(role) for role in range(world_size)}
-    return [name for name in _names(directory, world_size) if wanted <= set(_list(Path(directory, name)))]
+    return [
+        name
+        for name in _names(directory, world_size)
+        if wanted <= set(_list_checkpoint(Path(directory, name)))
+    ]
+
+
+def other_sizes(directory: str, world_size: int) -> list[int]:
+    """The numbers of roles of the checkpoints that are of another number. Raises OSError."""
+    return sorted(checkpoint_names.sizes(_list(Path(directory))) - {world_size})
 
 
 @dataclass(frozen=True)
@@ -172,17 +182,17 @@ def save(
         if role not in found:
             raise TransportError(f"step {version} is no longer in memory: training or a recovery was quicker")
         if role == min(plan.roles):
-            prune(directory, name, world_size)
+            prune(directory, name, plan)
         for each, part in found.items():
             write_role(directory, name, each, part)
     except (OSError, TransportError):
         _remove(Path(directory, name))
         with contextlib.suppress(OSError):
-            prune(directory, name, world_size, failed=True)
+            prune(directory, name, plan, failed=True)
         raise
     if seconds := _alone(directory, name, role, plan):
         with contextlib.suppress(OSError):
-            prune(directory, name, world_size)
+            prune(directory, name, plan)
         raise TransportError(
             f"in {directory} there are no parts of other nodes, after {seconds:.0f} s: it is no storage that "
             "all nodes see, and no checkpoint there is complete; give another --ft-durable-dir"
@@ -222,30 +232,44 @@ def write_role(directory: str, name: str, role: int, part: Part) -> None:
         _write(file, memoryview(json.dumps({"segments": part.segments}).encode()))
 
 
-def prune(directory: str, name: str, world_size: int, *, failed: bool = False) -> None:
+def prune(directory: str, name: str, plan: NodePlan, *, failed: bool = False) -> None:
     """Make room for the checkpoint `name`, which is about to be written here: see `superfluous`.
 
     Several may do this at once: whoever comes later finds less. Raises OSError.
     """
+    world_size = parse(name).roles
     names, whole = _names(directory, world_size), complete(directory, world_size)
-    for each in superfluous(names, whole, name, failed=failed):
+    for each in superfluous(names, whole, name, plan.past, failed=failed):
         _remove(Path(directory, each))
 
 
-def superfluous(names: Sequence[str], whole: Sequence[str], name: str, *, failed: bool) -> list[str]:
+def superfluous(
+    names: Sequence[str], whole: Sequence[str], name: str, past: Past, *, failed: bool
+) -> list[str]:
     """Which of the checkpoints `names` (oldest first, of one size; `whole` are complete) are of no use to
-    anybody, once `name` is about to be written, or has `failed`.
+    anybody, once `name`, of the job with this `past`, is about to be written, or has `failed`.
 
-    Complete ones, but for those of the newest `KEEP` steps. Of those that are incomplete: what is older than
-    the newest complete one, and all but the newest `KEEP` others, which somebody may still be writing; if
-    `name` has failed, all that are not from the future of its job. Nodes that died left them.
+    Complete ones, but for the newest `KEEP` steps of its past, with what others had before it began, and of
+    what it has given up; another job's that are newer than where it began are that job's. Of those that are
+    incomplete: what is older than the newest complete one, and all but the newest `KEEP` others, which
+    somebody may still be writing; if `name` has failed, all that are not from the future of its job. Nodes
+    that died left them.
     """
-    newest = {version_of(n): n for n in whole}  # one that was written again counts as its newest
-    kept = [newest[version] for version in sorted(newest)[-KEEP:]]
+    own, before = past.own(whole), past.before(whole)
+    line = sorted({*own, *(n for n in before if not past.gave_up(version_of(n)))}, key=parse)
+    given_up = [n for n in whole if n not in line and (n in before or parse(n).job == past.job)]
+    kept = _newest(line)
     torn = [n for n in names if n not in whole and n != name and not _after(n, name)]
     if not failed:
         torn = [n for n in torn if n not in torn[-KEEP:] or (kept and parse(n) < parse(kept[-1]))]
-    return [n for n in whole if n not in kept] + torn
+    useless = {*line, *given_up} - {*kept, *_newest(given_up)}
+    return [n for n in whole if n in useless] + torn
+
+
+def _newest(names: Sequence[str]) -> list[str]:
+    """One of each of the newest `KEEP` steps: one that was written again counts as its newest."""
+    found = {version_of(name): name for name in names}
+    return [found[version] for version in sorted(found)[-KEEP:]]
 
 
 def _after(name: str, other: str) -> bool:
@@ -340,6 +364,16 @@ def _list(path: Path) -> list[str]:
     try:
         return os.listdir(path)
     except (FileNotFoundError, NotADirectoryError):  # or deleted since
+        return []
+
+
+def _list_checkpoint(path: Path) -> list[str]:
+    """What is in a checkpoint's directory. Another node may delete it meanwhile, as NFS says by ESTALE."""
+    try:
+        return _list(path)
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
         return []
 
 

@@ -72,6 +72,8 @@ def job_plan(roles: dict[int, str], epoch: int = 1, **more: Any) -> m.Plan:
         ledger_through=0,
         every=1,
         started_from=(None, "initial"),
+        begun_from="",
+        left=[],
     )
     return msgspec.structs.replace(found, **more)
 

@@ -470,9 +470,13 @@ def storage_hangs(job: SimJob, rng: Random) -> None:
 
 
 def storage_unreachable(job: SimJob, rng: Random) -> None:
-    """Calls fail, on some nodes."""
+    """Calls fail, on some nodes; or nothing is mounted there."""
     job.world.trace("storage cannot be reached")
-    job.storage.unreachable |= _machines(job, rng)
+    machines = _machines(job, rng)
+    if rng.random() < 0.5:
+        job.storage.unreachable |= machines
+    else:
+        job.storage.unmounted |= machines
     _until(job, rng, job.storage.healed)
 
 

@@ -18,6 +18,7 @@ from ft_core.control.prestart.draining import Draining
 from ft_core.control.prestart.notices import AGAIN
 from ft_core.elastic.rules import Deal, tellers
 from ft_core.protocol import messages as m
+from ft_core.protocol.checkpoint_names import parse
 from ft_core.protocol.goodput import Spent
 from ft_core.settings import AUTO, Command, Settings
 from ft_core.state import durable
@@ -190,6 +191,8 @@ class SimJob:
         self.storage = Storage(self)
         self.saved: tuple[int, Content] | None = None
         """The script's own newest checkpoint."""
+        self._gone_back: list[tuple[int, int]] = []
+        """Epochs that began from a durable checkpoint, or with the script, and from which version."""
         self._epoch, self._promised = 0, ""
         """The newest epoch in the events, and the newest durable checkpoint that was complete before it."""
         if shape.former:
@@ -512,7 +515,13 @@ class SimJob:
         elif event.event == "not_saved":
             self._not_saved(controller, event)
         if event.epoch > self._epoch:
-            self._epoch, self._promised = event.epoch, self.storage.newest()
+            self._epoch, self._promised = event.epoch, self.storage.newest(self._left_behind)
+
+    def _left_behind(self, name: str) -> bool:
+        """Whether the job has gone back to before that checkpoint since it was written."""
+        found = parse(name)
+        ours = found.job != "former"
+        return ours and any(found.epoch < e and found.version > v for e, v in self._gone_back)
 
     def _check_corruption(self, event: ev.Record) -> None:
         """A bit has flipped, of that role's; and nobody is taken for one who is not compared."""
@@ -716,10 +725,17 @@ class SimJob:
                 raise Invariant.DURABLE.broken(
                     f"epoch {event.epoch} goes on from {plan.durable}, which is not complete",
                 )
+            if parse(plan.durable).job == plan.job and self._left_behind(plan.durable):
+                raise Invariant.DURABLE.broken(
+                    f"epoch {event.epoch} goes on from {plan.durable}, behind which the job had gone back",
+                )
             content = self.storage.content(plan.durable)
+            self._gone_back.append((event.epoch, version))
         elif version is None or event.more["origin"] == "initial":  # as the scripts begin
             version, content = self.saved or (0, 1)
             self._begun_with = version
+            if event.more["version"] is None:
+                self._gone_back.append((event.epoch, version))
         restarts, self.restarts = self.restarts, False
         covered = len(lost) <= self.shape.replicas and not self._newest_is_damaged
         if restarts:
@@ -812,7 +828,7 @@ class SimJob:
             return self.shape.brief or self._all_told or self._all_are_told(self.live())
         if "no step was done yet" in reason:
             return self.training.newest <= self._begun_with
-        if "cannot be read" in reason:
+        if "cannot be read" in reason or "not by nodes" in reason:
             return storage.was_in_trouble
         if "Every durable checkpoint" in reason:
             return bool(storage.damaged)

@@ -15,6 +15,7 @@ from ft_core.control.cluster.node import Node
 from ft_core.control.cluster.setbacks import Setbacks
 from ft_core.control.cluster.state import ClusterState
 from ft_core.control.decide import ladder, outcomes, plans, version_choice
+from ft_core.control.decide.durable_names import Checkpoints
 from ft_core.control.decide.last_version import LastVersion
 from ft_core.control.decisions import Decisions
 from ft_core.control.device_findings import DeviceFindings
@@ -76,6 +77,11 @@ def what_is_on_storage_is_new_enough() -> None:
             begin(self, phase)
 
     FinalSave._begin = mutated  # type: ignore[method-assign]
+
+
+def what_all_see_is_all_there_is() -> None:
+    """A node that sees no durable checkpoints says that there are none."""
+    Checkpoints.seen = lambda self, nodes, now: self.common(nodes)  # type: ignore[method-assign]
 
 
 def commit_after_the_barrier() -> None:
@@ -690,5 +696,6 @@ MUTATIONS: dict[str, Callable[[], None]] = {
         a_job_that_ends_leaves_nothing,
         what_is_being_written_counts_as_saved,
         what_is_on_storage_is_new_enough,
+        what_all_see_is_all_there_is,
     )
 }

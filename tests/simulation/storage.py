@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ft_core.node import events as ev
+from ft_core.protocol.messages import NodePlan
 from ft_core.state import durable
 
 from .invariants import Invariant
@@ -33,6 +34,8 @@ class Storage:
         """Machines whose calls do not come back for as long."""
         self.unreachable: set[str] = set()
         """Machines whose calls fail."""
+        self.unmounted: set[str] = set()
+        """Machines that see an empty directory of their own in its place."""
         self.full = False
         self.was_in_trouble = False
         """Whether any node could ever not read it."""
@@ -46,14 +49,15 @@ class Storage:
         self.slow, self.full = 1.0, False
         self.hangs.clear()
         self.unreachable.clear()
+        self.unmounted.clear()
 
     def complete(self) -> list[str]:
         """Names, oldest first."""
         return sorted(n for n, parts in self.parts.items() if len(parts) == self.job.training.roles)
 
-    def newest(self) -> str:
-        """Of the complete ones, if there is one."""
-        return max(self.complete(), default="")
+    def newest(self, given_up: Callable[[str], bool]) -> str:
+        """Of the complete ones, but for those that the job has given up, if there is one."""
+        return max((name for name in self.complete() if not given_up(name)), default="")
 
     def content(self, name: str) -> Content:
         """Of a complete one: the same of all roles."""
@@ -72,7 +76,7 @@ class Storage:
             def removed(problem: str) -> None:
                 if not problem:
                     self.parts.pop(name, None)
-                    self._prune(name, failed=True)
+                    self._prune(name, order.plan, failed=True)
                 ends(ev.DurableDone(order.role, order.version, (), why))
 
             self._call(node, removed)
@@ -89,7 +93,7 @@ class Storage:
                 fail(problem)
                 return
             if order.role == min(order.plan.roles):
-                self._prune(name)
+                self._prune(name, order.plan)
             write(list(found.items()), tuple(found))
 
         def write(left: list[tuple[int, Content]], roles: tuple[int, ...]) -> None:
@@ -102,7 +106,8 @@ class Storage:
                 if problem or self.full:
                     fail(problem or "No space left on device")
                     return
-                self.parts.setdefault(name, {})[role] = content
+                if node.machine_name not in self.unmounted:
+                    self.parts.setdefault(name, {})[role] = content
                 if name in self.complete():
                     self.content(name)
                 write(rest, roles)
@@ -115,7 +120,9 @@ class Storage:
         """Which can be read on this node."""
 
         def listed(problem: str) -> None:
-            names = () if problem else tuple(self.complete())
+            elsewhere = node.machine_name in self.unmounted
+            self.was_in_trouble |= elsewhere
+            names = () if problem or elsewhere else tuple(self.complete())
             node.handle(ev.DurableListed(number, names, problem))
 
         self._call(node, listed)
@@ -125,7 +132,9 @@ class Storage:
 
         def answered(problem: str) -> None:
             found = None if problem else self.parts.get(name, {}).get(role)
-            if (name, role) in self.damaged:
+            if node.machine_name in self.unmounted:
+                found = None
+            elif (name, role) in self.damaged:
                 self.parts.get(name, {}).pop(role, None)  # set aside
                 found = None
             read(found, problem or ("" if found is not None else f"{name}, role {role}: it is damaged"))
@@ -136,7 +145,8 @@ class Storage:
         """One call to the file system, from a thread of a node."""
         where = node.machine_name
 
-        self.ever_ailed |= self.full or self.slow > 1 or bool(self.hangs) or bool(self.unreachable)
+        self.ever_ailed |= self.full or self.slow > 1
+        self.ever_ailed |= bool(self.hangs or self.unreachable or self.unmounted)
 
         def answer() -> None:
             self.ever_ailed |= self.full
@@ -148,8 +158,8 @@ class Storage:
 
         node.later(0.05 * node.world.rng.random() * self.slow, answer)
 
-    def _prune(self, name: str, *, failed: bool = False) -> None:
-        for each in durable.superfluous(sorted(self.parts), self.complete(), name, failed=failed):
+    def _prune(self, name: str, plan: NodePlan, *, failed: bool = False) -> None:
+        for each in durable.superfluous(sorted(self.parts), self.complete(), name, plan.past, failed=failed):
             del self.parts[each]
 
     def _parts(self, node: SimNode, order: ev.WriteDurable) -> dict[int, Content]:

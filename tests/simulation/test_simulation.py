@@ -201,6 +201,7 @@ FOUND_BY = {
     "what_a_standby_has_from_records_is_done": 250000106,
     "a_step_that_is_done_again_is_progress": 110000053,
     "there_is_no_rung_above_memory": 110000053,
+    "what_all_see_is_all_there_is": 4429,
 }
 """Seeds that find mutations which few do: tried first, for time.
 

@@ -17,6 +17,8 @@ class Script:
     """The version that it is known to begin with, started again."""
     started_from: tuple[int | None, Origin] = (None, "initial")
     """Version and origin that the job began with."""
+    begun_from: str = ""
+    """The name of another job's durable checkpoint that it began with, if it did."""
     restart_epoch: int = 0
     """The newest epoch in which all scripts were started again."""
     parts: list[int] = field(default_factory=list)
@@ -27,6 +29,7 @@ class Script:
         self.parts = plan.parts
         self.resumes |= plan.script_resumes
         self.restart_epoch, self.started_from = plan.restart_epoch, plan.started_from
+        self.begun_from = plan.begun_from
 
     def forget(self, epoch: int) -> None:
         """The job starts over, in this epoch."""

@@ -19,6 +19,7 @@ from ft_core.control.decide.records import Records
 from ft_core.control.events import Effect, Peer
 from ft_core.control.liveness.strikes import Strikes
 from ft_core.leadership.lease import first_epoch
+from ft_core.protocol.checkpoint_names import Past
 from ft_core.protocol.domains import place
 from ft_core.protocol.messages import Epoch, HoldingsChanged, Message, Plan, RoleLayout
 from ft_core.settings import Settings
@@ -307,6 +308,17 @@ class ClusterState:
         return self.versions.initial is None and self.script.started_from[1] == "durable"
 
     @property
+    def past(self) -> Past:
+        """What durable checkpoints the job may go on from."""
+        untrained = self.versions.initial is None and not self.script.restart_epoch
+        if self.plan is None or (untrained and not self.all_is_lost):
+            return Past()
+        left = list(self.versions.left)
+        if self.versions.tainted is not None:
+            left.append((self.epoch + 1, self.versions.tainted - 1))
+        return Past(self.plan.job, self.script.begun_from, left)
+
+    @property
     def all_is_lost(self) -> bool:
         """Whether steps were done, and all who did them are lost, with a controller that knew what they held:
         nobody is left who knows of more than the first plan. It may be on record nowhere, if a leader was
@@ -344,6 +356,7 @@ class ClusterState:
         self.setbacks.note_progress(self.versions.newest_seen)
         self.setbacks.forget()
         self.versions.forget()
+        self.versions.leave(self.epoch, 0)
         self.script.forget(self.epoch)
         self.catalogue.forget()
         self.groups.forget()

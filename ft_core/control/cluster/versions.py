@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ft_core.protocol.messages import Plan
 
@@ -22,6 +22,9 @@ class Versions:
     tainted: int | None = None
     """The oldest version of the epoch that is known to be wrong somewhere: neither it nor a newer one is gone
     on from in any case."""
+    left: list[tuple[int, int]] = field(default_factory=list)
+    """Epochs that began behind durable checkpoints of the job, each with the version that it began with;
+    ascending."""
     ledger_through: int = 0
     """The newest step that the ledger of samples has."""
 
@@ -38,6 +41,11 @@ class Versions:
         """This version of the epoch is wrong somewhere."""
         self.tainted = version if self.tainted is None else min(version, self.tainted)
 
+    def leave(self, epoch: int, version: int) -> None:
+        """Give up what is newer than this version, of earlier epochs, as the job does in this one."""
+        self.left = [(before, back_to) for before, back_to in self.left if back_to < version]
+        self.left.append((epoch, version))
+
     def epoch_begins(self, version: int | None) -> None:
         """All go on from this version, or from what their scripts begin with."""
         self.tainted = None
@@ -49,6 +57,7 @@ class Versions:
     def take(self, plan: Plan) -> None:
         """Take over what another controller knew."""
         self.initial, self.newest_seen = plan.initial_version, max(self.newest_seen, plan.newest_seen)
+        self.left = plan.left
 
     def forget(self) -> None:
         """The job starts over."""

@@ -52,6 +52,8 @@ def make(cluster: ClusterState, start: NextEpoch, name: str, job: str) -> m.Plan
         # A job does not tell what was trained before a durable checkpoint: that may be another job's.
         ledger_through=min(cluster.versions.ledger_through, version) if start.origin == "memory" else version,
         started_from=cluster.script.started_from,
+        begun_from=cluster.script.begun_from,
+        left=cluster.versions.left,
         every=_every(cluster, version),
     )
 

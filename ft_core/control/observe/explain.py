@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from ft_core.control.cluster.state import ClusterState
+from ft_core.control.decide.durable_names import Checkpoints
 from ft_core.control.decide.ladder import Escalation, Rung
 from ft_core.control.decide.outcomes import NextEpoch, NoStateLeft, NotEnoughWorkers, Outcome
 from ft_core.control.liveness.strikes import TRIES
@@ -130,6 +131,34 @@ def the_end(cluster: ClusterState, outcome: NoStateLeft, unread: Iterable[str]) 
     )
     problems = [f"\nCheckpoints cannot be read: {why}" for why in unread]
     return "".join([outcome.reason, *problems, f"\nStart the job again; {advice}"])
+
+
+def lacking(cluster: ClusterState, checkpoints: Checkpoints, nodes: Collection[str]) -> str:
+    """These nodes do not see the newest durable checkpoint that others see."""
+    newest, where = checkpoints.newest, cluster.settings.durable_dir
+    others = sorted(node for node, names in checkpoints.names.items() if newest in names)
+    return (
+        f"durable checkpoint {newest} in {where} is seen by nodes {some(others)}, and not by nodes "
+        f"{some(sorted(nodes))}: mount there what {where} lies on, or, to go on without that checkpoint, "
+        "move it elsewhere"
+    )
+
+
+def storage_hangs(cluster: ClusterState, nodes: Sequence[str]) -> str:
+    """These nodes do not say which durable checkpoints there are."""
+    return (
+        f"the job waits for nodes {some(nodes)} to read {cluster.settings.durable_dir}, which does not "
+        "answer there: see to its storage, or end those nodes"
+    )
+
+
+def of_other_sizes(cluster: ClusterState, sizes: Collection[int]) -> str:
+    """There are durable checkpoints, and none that this job can read."""
+    return (
+        f"the durable checkpoints in {cluster.settings.durable_dir} are of {some(sorted(sizes))} roles, and "
+        f"this job has {cluster.settings.world_size}: none of them is used. To go on from them start it with "
+        "as many"
+    )
 
 
 def place_of_last_version(cluster: ClusterState) -> str:

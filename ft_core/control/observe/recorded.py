@@ -152,7 +152,7 @@ EVENTS: Mapping[str, Event] = {
         "more nodes are out of sight than copies cover; the job waits for them before it is given up; "
         "`reason` names them"
     ),
-    "waiting": Event("no worker for a lost role; `reason` has the command that helps"),
+    "waiting": Event("no worker for a lost role, or storage that hangs; `reason` has what helps"),
     "spare_lost": Event("a node without roles has gone", _NODE),
     "given_up": Event(
         "a node that was thought lost is back, too late: it ends its workers and joins again as a spare",
@@ -194,6 +194,11 @@ EVENTS: Mapping[str, Event] = {
         "one could not be written, and was deleted; the last complete ones are as they were. One event a "
         "checkpoint: the node's log has each role's",
         _VERSION,
+    ),
+    "durable_unused": Event(
+        "nodes do not see a durable checkpoint that others see, and are not used while there is another; or "
+        "all that are there are of another number of roles; `reason` says what to do",
+        {"nodes": "which"},
     ),
     "injected": Event("`ftctl kill`"),
     "ledger": Event(

@@ -28,6 +28,7 @@ _WARNINGS = (
         "not_drained",
         "not_returning",
         "durable_failed",
+        "durable_unused",
         "ledger",
         "begins_anew",
     ),
@@ -131,7 +132,7 @@ class Story:
                 return [f"the durable checkpoint of step {version:,} could not be written: {reason}"]
             case "controller_restarted":
                 return [f"a new controller has taken over: {reason}"]
-            case "unprotected" | "link" | "given_up" | "ledger" | "begins_anew":
+            case "unprotected" | "link" | "given_up" | "durable_unused" | "ledger" | "begins_anew":
                 return [reason]
         return []
 

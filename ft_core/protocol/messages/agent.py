@@ -231,6 +231,8 @@ class DurableNames(Message, frozen=True):
     id: Number
     names: list[CheckpointName]
     error: str = ""
+    others: list[Number] = []
+    """The numbers of roles of those that are of another number."""
 
 
 class DurableWritten(Message, frozen=True):

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from ft_core.protocol.checkpoint_names import Past
 from ft_core.protocol.groups import parse, roles_in
 from ft_core.protocol.messages.values import (
     BeganWith,
@@ -133,6 +134,15 @@ class JobState(EpochStart, frozen=True):
     furthest_step: Version
     started_from: tuple[Version | None, Origin]
     """Version and origin that the job began with."""
+    begun_from: str
+    """Name of another job's durable checkpoint that it began with, if any."""
+    left: list[tuple[Epoch, Version]]
+    """Epochs that began behind durable checkpoints of the job, each with the version that it began with."""
+
+    @property
+    def past(self) -> Past:
+        """The past whose durable checkpoints are of use."""
+        return Past(self.job, self.begun_from, self.left)
 
     @property
     def state(self) -> JobState:

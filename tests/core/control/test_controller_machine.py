@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from ft_core.control import succession
 from ft_core.control.cluster.completion import INTERVAL
+from ft_core.control.decide.durable_names import AGAIN, PATIENCE
 from ft_core.control.events import (
     Admitted,
     Close,
@@ -1468,11 +1469,22 @@ def names(job: ControlPlane, found: list[str], error: str = "") -> None:
             agent.say(DurableNames(id=asked.id, names=found, error=error))
 
 
+def cannot_look(job: ControlPlane) -> None:
+    """All nodes try, as often as they are asked, until the job has ended."""
+    end = job.now + PATIENCE + 2 * AGAIN
+    while job.done is None and job.now < end:
+        for agent in job.agents.values():
+            for asked in [message for message in agent.heard if isinstance(message, ListDurable)]:
+                agent.heard.remove(asked)
+                agent.say(DurableNames(id=asked.id, names=[], error="Stale file handle"))
+        job.wait(0.5)
+
+
 def test_a_successor_that_finds_a_spare_alone_goes_on_from_a_durable_checkpoint() -> None:
     job = ControlPlane(nodes=2, spares=1, replicas=0, durable_dir="/d", durable_interval=1)
     names(job, [])
     lose_all_with_a_role(job)
-    names(job, ["step-00000001-00001-x-2"])
+    names(job, ["step-00000001-00001-1-2"])
     job.wait(0.1)
     decided = job.records_of("decided")[-1].more
     assert (decided["version"], decided["origin"]) == (1, "durable")
@@ -1487,7 +1499,7 @@ def test_a_job_does_not_start_over_where_storage_cannot_be_read() -> None:
         agent.versions, agent.replicas = {}, {}
     job["node0"].say(job["node0"].crash(0))
     job.all_report()
-    names(job, [], "Stale file handle")
+    cannot_look(job)
     assert job.done == End(1) and "cannot be read: node0: Stale file handle" in job.said[-2]
     assert "no version is whole" in job.said[-1] and not job.records_of("starting_over")
 
@@ -1498,7 +1510,7 @@ def test_settings_that_a_script_brings_begin_nothing_anew_where_storage_cannot_b
     for role in (0, 1):
         job[f"node{role}"].say(Configure(worker=0, id=0, settings=values))
         job[f"node{role}"].say(Configured(configured=values))
-    names(job, [], "Stale file handle")
+    cannot_look(job)
     assert job.done == End(1) and "cannot be read: node0: Stale file handle" in job.said[-1]
 
 
@@ -1562,7 +1574,7 @@ def test_a_part_of_the_script_is_made_again_where_a_checkpoint_is_of_before_its_
         agent.versions, agent.replicas = {}, {}
     job["node0"].say(job["node0"].crash(0))
     job.all_report()
-    names(job, ["step-00000003-00001-x-2"])
+    names(job, ["step-00000003-00001-1-2"])
     plan = job["node1"].plan
     assert plan is not None and plan.version == 3 and plan.parts == []
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from ft_core.control.events import End, LauncherGone
 from ft_core.protocol import messages as m
 
-NAME = "step-{:08d}-{:05d}-former-2"
+NAME = "step-{:08d}-{:05d}-1-2"
 
 
 def begun(**settings: Any) -> ControlPlane:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import pickle
 import resource
@@ -21,11 +22,13 @@ from core.fleet import Fleet
 from full_disk import file_limit
 
 from ft_core.adapter import StateTensor
+from ft_core.control.decide import durable_names
 from ft_core.errors import CorruptSnapshot, TransportError
 from ft_core.node import events as e
 from ft_core.node.link.pulse import Loop
 from ft_core.node.shell import NodeShell
 from ft_core.protocol import messages as m
+from ft_core.protocol.checkpoint_names import parse
 from ft_core.protocol.messages import DurableFailed, DurableWritten, ListDurable
 from ft_core.settings import Command, Settings, write_secret
 from ft_core.state import durable
@@ -289,8 +292,11 @@ def test_storage_that_cannot_be_read_is_told(agent: NodeShell, tmp_path: Path):
     assert (listed.id, listed.names) == (7, ()) and "symbolic links" in listed.error
 
 
-def test_a_job_does_not_begin_anew_because_storage_cannot_be_read(tmp_path: Path):
+def test_a_job_does_not_begin_anew_because_storage_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """There may be a checkpoint to go on from."""
+    monkeypatch.setattr(durable_names, "PATIENCE", 0.5)
 
     async def job() -> None:
         async with Fleet(tmp_path, nodes=2, **stored(tmp_path)) as fleet:
@@ -306,9 +312,9 @@ def test_a_job_does_not_begin_anew_because_storage_cannot_be_read(tmp_path: Path
 
 @pytest.mark.parametrize("readable", [False, True])
 def test_nodes_look_for_checkpoints_when_memory_does_not_suffice_and_never_else(
-    tmp_path: Path, readable: bool
+    tmp_path: Path, readable: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    name = durable.name_of(5, plan())
+    monkeypatch.setattr(durable_names, "PATIENCE", 0.5)
 
     def asked() -> set[str]:
         nodes = fleet.nodes.values()
@@ -318,6 +324,9 @@ def test_nodes_look_for_checkpoints_when_memory_does_not_suffice_and_never_else(
         nonlocal fleet
         async with Fleet(tmp_path, nodes=2, spares=5, **stored(tmp_path)) as fleet:
             await fleet.event("resumed")
+            begun = fleet["node0"].plan
+            assert begun is not None
+            name = durable.name_of(5, plan(world=2, job=begun.job))
             for node in fleet.nodes.values():
                 node.received.clear()
                 node.durable, node.durable_error = [name], "" if readable else "Input/output error"
@@ -393,6 +402,60 @@ def test_the_newest_complete_ones_are_kept_and_torn_ones_are_not(tmp_path: Path,
     for version in (70, 80, 90):
         write(tmp_path, version, store, epoch=2)
     assert versions(tmp_path) == [70, 80, 90] and len(list(tmp_path.iterdir())) == 3
+
+
+def test_what_another_node_deletes_meanwhile_is_not_there(
+    tmp_path: Path, store: NodeStore, monkeypatch: pytest.MonkeyPatch
+):
+    """NFS says so by an error, which ended the job."""
+    paths = [write(tmp_path, version, store) for version in (1, 2)]
+    listdir, wrong = os.listdir, errno.ESTALE
+
+    def stale(path: Path) -> list[str]:
+        if Path(path) == paths[0]:
+            raise OSError(wrong, os.strerror(wrong))
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", stale)
+    assert durable.complete(str(tmp_path), 1) == [paths[1].name]
+    wrong = errno.EIO
+    with pytest.raises(OSError, match="Input/output"):
+        durable.complete(str(tmp_path), 1)
+
+
+def name_of(version: int, epoch: int, job: str) -> str:
+    return durable.name_of(version, plan(epoch, job, world=8))
+
+
+def superfluous(whole: list[str], name: str, **more: Any) -> list[str]:
+    """Of complete checkpoints, once that is about to be written. `more`: about the plan."""
+    ordered = sorted(whole, key=parse)
+    about = plan(parse(name).epoch, parse(name).job, world=8, **more)
+    return durable.superfluous(ordered, ordered, name, about.past, failed=False)
+
+
+def test_the_checkpoints_of_another_job_are_that_jobs():
+    """Two share a directory: the one that is ahead deleted the only ones of the other."""
+    one, two = [name_of(500, 2, "a"), name_of(1000, 2, "a")], [name_of(v, 5, "b") for v in (500, 1000, 1500)]
+    assert superfluous([*one, *two], name_of(2000, 5, "b")) == two[:1]
+    assert superfluous([*one, *two], name_of(2000, 5, "b"), begun_from=one[0]) == [one[0], two[0]]
+
+
+def test_what_was_there_before_a_job_began_gives_way_to_its_own():
+    former = [name_of(500, 9, "a"), name_of(1000, 9, "a")]
+    begun = {"begun_from": former[1]}
+    assert superfluous(former, name_of(1500, 1, "b"), **begun) == []
+    assert superfluous([*former, name_of(1500, 1, "b")], name_of(2000, 1, "b"), **begun) == former[:1]
+
+
+def test_a_job_that_has_gone_back_keeps_what_it_has_written_since():
+    """What it had written before is newer by its number, and took the place of all that was of any use."""
+    left, kept = [name_of(v, 3, "a") for v in (8500, 9000, 9500)], [name_of(v, 9, "a") for v in (5500, 6000)]
+    about = {"left": [(9, 5000)]}
+    assert superfluous([*left, kept[0]], name_of(6000, 9, "a"), **about) == left[:1]
+    assert superfluous([*left, *kept], name_of(6500, 9, "a"), **about) == left[:1]
+    last = name_of(6500, 9, "a")
+    assert superfluous([*left, *kept, last], name_of(7000, 9, "a"), **about) == [kept[0], left[0]]
 
 
 def test_storage_that_only_one_node_sees_is_told(tmp_path: Path, store: NodeStore):

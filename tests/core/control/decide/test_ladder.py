@@ -203,7 +203,7 @@ def test_a_durable_checkpoint_is_gone_on_from() -> None:
     tell(job, {})
     for version in (1, 2, 3):
         job.all_step(version)
-    checkpoints = {2: "step-00000002-00001-x-2"}
+    checkpoints = {2: "step-00000002-00001-1-2"}
     for _ in range(2):
         raises(job, 1, step=3)
     raises(job, 1, step=3)
