@@ -209,15 +209,19 @@ class Settings:
 
     @property
     def digest(self) -> str:
-        """Stands for all that is `alike`, in a greeting."""
-        return hashlib.sha256(json.dumps(self.alike).encode()).hexdigest()[:16]
-
-    def differences(self, job: Mapping[str, Any]) -> str:
-        """In words, what is different from what is `alike` in a job; empty if nothing is."""
-        own = self.alike
-        return "; ".join(
-            _difference(name, own[name], job.get(name)) for name in own if own[name] != job.get(name)
+        """Stands for all that is `alike`, in a greeting: "command-rest"."""
+        rest = self.alike
+        command = rest.pop("command")
+        return "-".join(
+            hashlib.sha256(json.dumps(each).encode()).hexdigest()[:16] for each in (command, rest)
         )
+
+    def differences(self, job: Mapping[str, Any]) -> dict[str, str]:
+        """By name, and in words, what is different from what is `alike` in a job."""
+        own = self.alike
+        return {
+            name: _difference(name, own[name], job.get(name)) for name in own if own[name] != job.get(name)
+        }
 
     @property
     def meeting(self) -> str:

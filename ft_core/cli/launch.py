@@ -150,14 +150,17 @@ def _launch(args: argparse.Namespace) -> Launcher:
 
 
 def _is_first(settings: Settings, job_dir: Path) -> bool:
-    """Whether there is no job yet in this directory. Raises ConfigError if there is one with another command
-    line: whoever joins that one by its directory would get what this one is about to write."""
+    """Whether there is no job yet in this directory. Raises ConfigError if there is one with other flags:
+    whoever joins that one by its directory would get what this one is about to write. What becomes of who has
+    another script, or other arguments, is for the job's controller to say."""
     if not (job_dir / JOB).exists():
         return True
-    if differences := settings.differences(Settings.read(job_dir).alike):
+    differences = settings.differences(Settings.read(job_dir).alike)
+    differences.pop("command", None)
+    if differences:
         raise ConfigError(
-            f"{job_dir} is the directory of another job: {differences}; give a new one, or the command line "
-            "of that job"
+            f"{job_dir} is the directory of another job: {'; '.join(differences.values())}; give a new one, "
+            "or the command line of that job"
         )
     return False
 

@@ -100,7 +100,10 @@ class Controller:
         """The job as others see it."""
         self._questions = ctl.Questions()
         self._reporter = ProgressReporter()
-        self._job, self._alike, self._digest = job, settings.alike, settings.digest
+        self._job, self._alike = job, settings.alike
+        command, _, self._flags = settings.digest.partition("-")
+        self._known_commands = {command}
+        """Digests of what the job's nodes run."""
         self._session = ids()
         self._starts_job = spent is None
         """Whether it has yet to record that the job has started."""
@@ -171,7 +174,7 @@ class Controller:
         if hello.job not in ("", self._job):
             self._turn_away(peer, hello)
             return
-        if hello.digest != self._digest:
+        if not self._is_alike(hello):
             reason = f"node {hello.node} (process {hello.pid}) was started with another command line"
             told = m.OtherCommand(json.dumps(self._alike))
             self._out.emit(e.Refuse(reason), e.Send(peer, told), e.Close(peer))
@@ -217,6 +220,22 @@ class Controller:
             self._recovery.prestart.on_node_joined()
         self._succession.hear(node)
         self._reports.on_greeting(node, known is not None)
+
+    def _is_alike(self, hello: m.AgentHello) -> bool:
+        """Whether a node was started as this job was. Nodes that a job begins with may each have other
+        arguments for the script, as under torchrun; who comes later has those of one of them, or is of the
+        same job started once more."""
+        command, _, flags = hello.digest.partition("-")
+        if flags != self._flags:
+            return False
+        if command not in self._known_commands and (isinstance(self.phase, Forming) or hello.holdings.begun):
+            self._known_commands.add(command)
+            log.warning(
+                "node %s runs another script than others, or has other arguments for it: so have roles that "
+                "move there",
+                hello.node,
+            )
+        return command in self._known_commands
 
     def _turn_away(self, peer: e.Peer, hello: m.AgentHello) -> None:
         """Refuse an agent of a former job that had this address and secret: what it knows is nothing of this

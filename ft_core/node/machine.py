@@ -338,7 +338,7 @@ class Agent:
             case m.OtherJob():
                 pass  # heard by whoever has taken the connection
             case m.OtherCommand(alike):
-                self._refused(self._launched.differences(json.loads(alike)))
+                self._refused("; ".join(self._launched.differences(json.loads(alike)).values()))
             case m.Abort(epoch):
                 self.epochs.abort(epoch)
             case m.Hosts() | m.OwnPlan():

@@ -1120,8 +1120,29 @@ def test_an_agent_of_a_former_job_is_told_so_and_changes_nothing() -> None:
     assert job.records_of("decided")[0].more["origin"] == "initial"
 
 
+def test_nodes_that_a_job_begins_with_may_have_other_arguments(caplog: pytest.LogCaptureFixture) -> None:
+    """As under torchrun: a directory of the node's, say. They are known when such a node comes back, and to a
+    controller that takes over."""
+    job = ControlPlane(nodes=2, join=[0])
+    other = replaced(job.settings, command=Command("train.py", ["--cache=/of/node1"]))
+
+    def greets(name: str, **more: object) -> bool:
+        greeting = replace(job["node0"].hello(), node=name, digest=other.digest, **more)
+        return not any(isinstance(effect, Refuse) for effect in job.happens(Greeted(70, greeting)))
+
+    assert job.phase == "forming" and greets("node1", node_rank=1)
+    assert "node node1 runs another script than others, or has other arguments" in caplog.text
+    new = job["node0"].holdings()
+    job = ControlPlane(nodes=2)
+    job.all_step(1)
+    assert not greets("stranger", holdings=new)
+    assert greets("node1", node_rank=1, holdings=job["node1"].holdings()), "it takes part"
+    assert greets("spare", holdings=new)
+
+
 def test_a_node_that_was_started_with_another_command_line_is_not_let_in() -> None:
     """Even if it says that it is of this job, as who finds the job's directory does."""
+    new = ControlPlane(nodes=2, join=[0])["node0"].holdings()
     job = ControlPlane(nodes=2, job="this")
     job.all_step(3)
     settings = job.settings
@@ -1131,7 +1152,7 @@ def test_a_node_that_was_started_with_another_command_line_is_not_let_in() -> No
         replaced(settings, nproc_per_node=2),
         replaced(settings, replicas=0),
     ):
-        greeting = replace(job["node0"].hello(), node="spare", job="this", digest=other.digest)
+        greeting = replace(job["node0"].hello(), node="spare", job="this", digest=other.digest, holdings=new)
         refused, told, closed = job.happens(Greeted(7, greeting))
         assert isinstance(refused, Refuse) and "node spare (process 1) was started with" in refused.reason
         assert (told, closed) == (Send(7, OtherCommand(json.dumps(settings.alike))), Close(7))

@@ -269,7 +269,9 @@ def test_a_node_with_another_command_line_leaves_and_says_what_is_different(
     assert "node0 leaves" in caplog.text and "replicas is 1 here, and 0 in that job" in caplog.text
     assert "the command has 'train.py' here, and 'train.py --lr 1 --steps 9 --ft' in that job" in caplog.text
     mine = Settings(2, 1, Command("train.py", ["--lr", "2", "--steps", "9", "--ft"]), replicas=0)
-    assert mine.differences(other.alike) == "the command has '--lr 2' here, and '--lr 1' in that job"
+    assert mine.differences(other.alike) == {
+        "command": "the command has '--lr 2' here, and '--lr 1' in that job"
+    }
     caplog.clear()
     assert not training.hear(told), "a node with roles trains on"
     assert "leaves" not in caplog.text and "was started with another command line" in caplog.text
