@@ -738,7 +738,7 @@ class SimJob:
                 self._gone_back.append((event.epoch, version))
         restarts, self.restarts = self.restarts, False
         covered = len(lost) <= self.shape.replicas and not self._newest_is_damaged
-        if restarts:
+        if restarts or self.storage.is_nowhere:
             self.beyond |= version < training.newest - self.redone
             training.least = min(training.least, version)
         elif training.newest - version > self.redone and covered:
@@ -755,6 +755,7 @@ class SimJob:
         settled = bool(controller.machine.cluster.settings.durable_dir) and (
             training.newest > 0 or not self.shape.brings
         )
+        settled &= not self.storage.is_nowhere
         if self._promised in self.storage.complete() and settled and not (restarts and self.diverges):
             promised = durable.version_of(self._promised)
             if version < (promised if content is not None else min(promised, training.newest - self.redone)):

@@ -36,6 +36,8 @@ class Storage:
         """Machines whose calls fail."""
         self.unmounted: set[str] = set()
         """Machines that see an empty directory of their own in its place."""
+        self.seen: dict[str, bool] = {}
+        """Machines that have looked for checkpoints: whether the directory was there when they did last."""
         self.full = False
         self.was_in_trouble = False
         """Whether any node could ever not read it."""
@@ -54,6 +56,11 @@ class Storage:
     def complete(self) -> list[str]:
         """Names, oldest first."""
         return sorted(n for n, parts in self.parts.items() if len(parts) == self.job.training.roles)
+
+    @property
+    def is_nowhere(self) -> bool:
+        """Whether nobody who has looked can know of it."""
+        return bool(self.seen) and not any(self.seen.values())
 
     def newest(self, given_up: Callable[[str], bool]) -> str:
         """Of the complete ones, but for those that the job has given up, if there is one."""
@@ -122,6 +129,7 @@ class Storage:
         def listed(problem: str) -> None:
             elsewhere = node.machine_name in self.unmounted
             self.was_in_trouble |= elsewhere
+            self.seen[node.machine_name] = not elsewhere
             names = () if problem or elsewhere else tuple(self.complete())
             node.handle(ev.DurableListed(number, names, problem))
 

@@ -158,6 +158,8 @@ FAILED_ONCE = {
     80420794: "a node that had not begun the newest plan was to write at the end, and refused; another could",
     2362083965: "the oracle held that nodes that came to a job that ended already could have gone on with it",
     913930: "a node that was told to end in a recovery left at once, with what the others were to go back to",
+    -2713566039: "what a past that the job had gone back behind had written counted as saved at its end",
+    -250000184: "the oracle held that checkpoints were there which no node that was asked could see",
     3650056527: "the oracle counted the try of a worker on a node that had just been given up",
 }
 """Seeds of schedules that have failed: what was wrong, and the mutation that makes it wrong again."""
