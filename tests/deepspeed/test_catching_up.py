@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 from collections.abc import Iterator
@@ -80,11 +81,12 @@ def adapter() -> Adapter:
 @pytest.fixture
 def newcomer(adapter: Adapter) -> Iterator[Newcomer]:
     """Its script has done 5 of 9 steps when the first failure comes."""
-    overlay = SimpleNamespace(passes=lambda: None)
+    overlay = SimpleNamespace(passes=lambda: None, read_since=lambda time: "own.pt" if time < 100 else "")
     in_place = SimpleNamespace(passed=lambda: None, reached=ignored, cannot_pass=refused)
     session: Any = SimpleNamespace(protecting=False, overlay=overlay, in_place=in_place)
     script: Any = object.__new__(Script)
     script.engine, script.session, script.position, script._counted = None, session, 5, Counter()
+    script.began_at = 0
     script.made_up = SimpleNamespace(passes=ignored, answered=ignored, known=ignored)
     script.draws = SimpleNamespace(follow=ignored)
     live: Any = SimpleNamespace(go_on=lambda: None)
@@ -105,6 +107,19 @@ def test_a_recovery_that_is_cut_short_after_its_restore_leaves_the_script_where_
     adapter.at = "where the engine is"
     newcomer.follow(9)
     assert adapter.at == "where the script is"
+
+
+@pytest.mark.parametrize(
+    ("first", "since", "refuses"), [(0, 50.0, True), (0, 150.0, False), (3, 50.0, False)]
+)
+def test_a_script_that_goes_by_a_file_written_in_training_is_refused(
+    newcomer: Newcomer, adapter: Adapter, first: int, since: float, refuses: bool
+) -> None:
+    """Unless it has resumed by `engine.load_checkpoint`, and begins further on."""
+    newcomer.interrupted()
+    adapter.loaded |= {"first": first, "since": since}
+    with pytest.raises(RefusedError, match=r"own\.pt") if refuses else contextlib.nullcontext():
+        newcomer.follow(9)
 
 
 def test_where_the_script_is_then_is_where_it_is_later(newcomer: Newcomer, adapter: Adapter) -> None:

@@ -78,6 +78,7 @@ class Job:
         session: Any = SimpleNamespace(
             version=0,
             oldest_version=0,
+            between_steps=False,
             in_place=in_place,
             overlay=overlay,
             check_epoch=ignored,
