@@ -44,7 +44,7 @@ from ft_deepspeed import floats, patched
 from ft_deepspeed.below import Below, Compiler
 from ft_deepspeed.module_state import scripts
 from ft_deepspeed.spans import Bytes, Span, span_of, storage_of, tensors_of
-from ft_deepspeed.unknown import DECIDES, Absent, Unknown, UnknownArray
+from ft_deepspeed.unknown import DECIDES, Absent, Unknown, UnknownArray, UnknownFloat
 
 aten = torch.ops.aten
 
@@ -347,7 +347,7 @@ class MadeUp:
     def _item(self, original: Any, since: int, tensor: torch.Tensor) -> Any:
         value = original(tensor)
         known = tensor.requires_grad and isinstance(value, float) and math.isfinite(value)
-        number = Unknown.made(value if known else math.nan, since, self._refuse)
+        number = UnknownFloat.made(value if known else math.nan, since, self._refuse)
         if known:
             self._numbers.add(number)
         return number
@@ -364,7 +364,7 @@ class MadeUp:
             return value.item()
         known = not issubclass(kind, torch.Tensor) or value.numel() != 1
         if not known and (since := self._read_since(value)) is not None:
-            return Unknown.made(math.nan, since, self._refuse)
+            return UnknownFloat.made(math.nan, since, self._refuse)
         return float(value)
 
     def _bool(self, original: Any, since: int, tensor: torch.Tensor) -> NoReturn:

@@ -19,7 +19,7 @@ _SHAPED_BY_CONTENT = frozenset(
 """numpy's functions of which not even the shape of what they return is known, or that decide themselves."""
 
 
-class Unknown(np.float64):
+class Unknown:
     """Not a number for all that reads it, but that a loss which is read before `backward` is finite."""
 
     since: int
@@ -34,9 +34,9 @@ class Unknown(np.float64):
         return self.since
 
     @classmethod
-    def made(cls, value: float, since: int, refuse: Refuse) -> Unknown:
+    def made(cls, value: float, since: int, refuse: Refuse) -> Any:
         """`refuse`: called with what the script wants of it that cannot be had."""
-        found = cls(value)
+        found: Any = cls(value)  # type: ignore[call-arg]
         found.since, found._refuse = since, refuse
         return found
 
@@ -44,7 +44,8 @@ class Unknown(np.float64):
         if not all(isinstance(other, (int, float, np.generic)) for other in others):
             return NotImplemented
         since = min([self.since, *(other.since for other in others if isinstance(other, Unknown))])
-        return Unknown.made(math.nan, since, self._refuse)
+        numpys = any(isinstance(each, np.generic) for each in (self, *others))
+        return (UnknownNumber if numpys else UnknownFloat).made(math.nan, since, self._refuse)
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _computed
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _computed
@@ -77,7 +78,7 @@ class Unknown(np.float64):
     __int__ = __index__ = __bool__ = __trunc__ = __floor__ = __ceil__ = is_integer = _decides
 
     def __repr__(self) -> str:
-        return float.__repr__(self)
+        return repr(float(self))
 
     __str__ = __repr__
 
@@ -86,6 +87,19 @@ class Unknown(np.float64):
 
     def __reduce__(self) -> Any:
         return float, (float(self),)
+
+
+class UnknownFloat(Unknown, float):
+    """Read of a tensor: of a type that torch makes the same tensors of as of Python's own."""
+
+
+class UnknownNumber(np.float64, Unknown):  # type: ignore[misc]
+    """Read of an array."""
+
+
+for _name, _value in vars(Unknown).items():  # torch takes no number whose first base is not numpy's
+    if callable(_value):
+        setattr(UnknownNumber, _name, _value)
 
 
 def _method(function: Any) -> Any:
@@ -134,7 +148,7 @@ class UnknownArray(np.ndarray):
         if isinstance(found, np.ndarray):
             return UnknownArray.made(found.shape, self.since, self._refuse)
         if isinstance(found, (np.generic, float)):
-            return Unknown.made(math.nan, self.since, self._refuse)
+            return UnknownNumber.made(math.nan, self.since, self._refuse)
         return found
 
     def __getitem__(self, index: Any) -> Any:
@@ -157,7 +171,9 @@ class UnknownArray(np.ndarray):
 
     def tolist(self) -> Any:
         """Lists of numbers."""
-        return [part.tolist() for part in self] if self.ndim else self._along(0.0)
+        if self.ndim:
+            return [part.tolist() for part in self]
+        return UnknownFloat.made(math.nan, self.since, self._refuse)
 
     def astype(self, *args: Any, **kwargs: Any) -> Any:
         """No other type has anything that is not a number."""
@@ -257,7 +273,7 @@ def _operation(ufunc: Any, method: str, inputs: Sequence[Any], kwargs: dict[str,
 
 def _made(shape: Sequence[int], since: int, refuse: Refuse) -> Any:
     if not shape:
-        return Unknown.made(math.nan, since, refuse)
+        return UnknownNumber.made(math.nan, since, refuse)
     return UnknownArray.made(shape, since, refuse)
 
 

@@ -150,12 +150,18 @@ def _launch(args: argparse.Namespace) -> Launcher:
 
 
 def _is_first(settings: Settings, job_dir: Path) -> bool:
-    """Whether there is no job yet in this directory. Raises ConfigError if there is one with other flags:
-    whoever joins that one by its directory would get what this one is about to write. What becomes of who has
-    another script, or other arguments, is for the job's controller to say."""
+    """Whether no job yet in this directory meets where this one does. Raises ConfigError if one does that has
+    other flags: whoever joins it by its directory would get what this one is about to write. What becomes of
+    who has another script, or other arguments, is for the job's controller to say."""
     if not (job_dir / JOB).exists():
         return True
-    differences = settings.differences(Settings.read(job_dir).alike)
+    try:
+        there = Settings.read(job_dir)
+    except ConfigError:  # of another version, or torn
+        return True
+    if there.meeting != settings.meeting:
+        return True
+    differences = settings.differences(there.alike)
     differences.pop("command", None)
     if differences:
         raise ConfigError(

@@ -76,7 +76,7 @@ class Changeovers:
         """Whether all may have to go back to what one node alone holds: until they have done a step again."""
         recovery, plan = self._recovery, self._cluster.plan
         if isinstance(recovery.phase, Running):
-            again = plan is not None and plan.version is not None
+            again = plan is not None and plan.origin == "memory"
             return again and not (recovery.progress.all_stepped or self.objection())
         return isinstance(recovery.phase, Quiescing)
 

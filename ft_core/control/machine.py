@@ -43,7 +43,7 @@ from ft_core.control.view import JobView
 from ft_core.control.worker_failures import WorkerFailures
 from ft_core.protocol import messages as m
 from ft_core.protocol.goodput import Spent
-from ft_core.settings import Settings
+from ft_core.settings import ANY_RANK, Settings
 
 log = logging.getLogger(__name__)
 
@@ -223,12 +223,14 @@ class Controller:
 
     def _is_alike(self, hello: m.AgentHello) -> bool:
         """Whether a node was started as this job was. Nodes that a job begins with may each have other
-        arguments for the script, as under torchrun; who comes later has those of one of them, or is of the
-        same job started once more."""
+        arguments for the script, as under torchrun, and so may who comes in the place of one that is lost; a
+        spare has those of one of them. Nobody who takes part is turned away."""
         command, _, flags = hello.digest.partition("-")
-        if flags != self._flags:
+        taken = {node.hello.node_rank for node in self.cluster.nodes.values() if node.name != hello.node}
+        begins = isinstance(self.phase, Forming) or hello.node_rank not in {ANY_RANK, *taken}
+        if flags != self._flags and not hello.holdings.begun:
             return False
-        if command not in self._known_commands and (isinstance(self.phase, Forming) or hello.holdings.begun):
+        if command not in self._known_commands and (begins or hello.holdings.begun):
             self._known_commands.add(command)
             log.warning(
                 "node %s runs another script than others, or has other arguments for it: so have roles that "

@@ -18,7 +18,7 @@ from ft_deepspeed.catch_up import CatchUp
 from ft_deepspeed.newcomer import Newcomer
 from ft_deepspeed.results import Results
 from ft_deepspeed.script import Script
-from ft_deepspeed.unknown import DECIDES, Unknown
+from ft_deepspeed.unknown import DECIDES, UnknownFloat
 
 
 def test_how_far_it_is_is_said_after_a_while_and_then_ever_more_seldom(
@@ -184,7 +184,7 @@ def test_a_schedule_of_a_step_that_is_passed_is_given_what_it_was_given(newcomer
 
 
 def test_a_schedule_that_goes_by_what_is_not_known_is_refused(newcomer: Newcomer) -> None:
-    metrics = Unknown.made(2.0, 5, refused)  # type: ignore[arg-type]
+    metrics = UnknownFloat.made(2.0, 5, refused)  # type: ignore[arg-type]
     with pytest.raises(RefusedError, match=DECIDES):
         passes(newcomer, PLATEAU, (), {"lr_kwargs": {"metrics": metrics}})
 

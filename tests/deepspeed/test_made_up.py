@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ft_deepspeed import floats, made_up
 from ft_deepspeed.made_up import YOUNG, MadeUp
-from ft_deepspeed.unknown import Unknown
+from ft_deepspeed.unknown import Unknown, UnknownFloat, UnknownNumber
 
 
 class Refused(Exception):  # noqa: N818 - said of what is wanted
@@ -263,6 +263,14 @@ def epoch(outputs, best):
 def other(outputs):
     return float(outputs.sum()), isinstance(1.5, float)
 """
+
+
+def test_tensors_of_what_is_read_are_of_the_type_that_torch_makes_of_pythons_own() -> None:
+    """A mean over the ranks is answered from the record, which has its type."""
+    number = UnknownFloat.made(math.nan, 1, pytest.fail)
+    for made in (torch.tensor([number, 3]), torch.tensor(number), torch.tensor([number + 1.0, number / 2])):
+        assert made.dtype == torch.float32
+    assert torch.tensor(UnknownNumber.made(math.nan, 1, pytest.fail)).dtype == torch.float64
 
 
 def test_a_script_that_makes_a_float_of_it_decides_nothing_by_it(monkeypatch: pytest.MonkeyPatch) -> None:

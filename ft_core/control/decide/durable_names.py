@@ -44,8 +44,10 @@ class Checkpoints:
     """The nodes of which it was said that they do not see what others see."""
 
     def forgotten(self) -> Checkpoints:
-        """The questions to ask anew, since a failure or other settings may have changed the answers."""
-        return Checkpoints(self.number + 1)
+        """The questions to ask anew, since a failure or other settings may have changed the answers. Who has
+        had its time has had it."""
+        blind = {node: at for node, at in self.first.items() if node in self._blind()}
+        return Checkpoints(self.number + 1, first=blind, told=self.told)
 
     def look(self, nodes: Collection[str], past: Past) -> None:
         """Only these nodes are left, and that is what the job has behind it."""
@@ -84,9 +86,17 @@ class Checkpoints:
         return sorted(n for n, names in self.names.items() if n in nodes and name and name not in names)
 
     def lacking(self, now: float) -> set[str]:
-        """Nodes that see nothing as new as others do, and have had their time: where they look something is
-        not mounted, as a rule."""
-        return {node for node in self._behind() if now - self.first[node] >= PATIENCE}
+        """Nodes that see nothing of what others see, and have had their time: where they look something is
+        not mounted, as a rule. Who sees older ones looks at the same storage: all go on from what all see."""
+        return {node for node in self._blind() if now - self.first[node] >= PATIENCE}
+
+    def _blind(self) -> set[str]:
+        own = {
+            node: set(self.past.own(set(self.names[node]))) for node in self.names.keys() - self.errors.keys()
+        }
+        behind = self._behind()
+        seen: set[str] = set().union(*(names for node, names in own.items() if node not in behind))
+        return {node for node in behind if own[node].isdisjoint(seen)}
 
     def _behind(self) -> set[str]:
         if not (newest := self.newest):
@@ -116,7 +126,7 @@ class Checkpoints:
                 continue
             if self.asked.get(name) != node.peer:
                 self.names.pop(name, None)
-                self.first[name] = now
+                self.first.setdefault(name, now)
             elif name in self.unanswered or not again or now - self.last[name] < AGAIN:
                 continue
             self.asked[name], self.last[name] = node.peer, now

@@ -58,6 +58,8 @@ class Draining:
     def __init__(self) -> None:
         self._going: LettingGo | None = None
         self._number = 0
+        self.held: set[NodeName] = set()
+        """Nodes that were told to stay for now, with their workers: others go back to what they hold."""
         self._deadlines: dict[NodeName, float] = {}
         """When nodes are gone that are drained since they are about to go."""
         self._room_by = math.inf
@@ -137,7 +139,7 @@ class Draining:
 
     def on_greeting(self, cluster: ClusterState, node: Node, known: bool) -> list[Effect]:
         """A node has come, and says whether it is drained; if it was `known`, it may have missed that."""
-        wanted = node.name in cluster.draining
+        wanted = node.name in cluster.draining or (known and node.name in self.held)
         if node.hello.draining and not wanted and not known:
             cluster.draining.append(node.name)
             return [Record("draining", cluster.epoch, "it was asked for before", more={"node": node.name})]

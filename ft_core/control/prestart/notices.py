@@ -22,6 +22,8 @@ from ft_core.protocol.messages import Drain, NodeName, Notice
 
 OTHERS = 1.0
 """Seconds in which the other nodes are told to end, if they are."""
+HELD_UNTIL = GRACE / 2
+"""Seconds before its machine may be gone, in which a node's own workers may save."""
 AGAIN = 30.0
 """Seconds until a node is drained once more whose roles could not start elsewhere; and in which other words
 for a notice that leaves it no less time are no news."""
@@ -45,8 +47,6 @@ class _Going:
     """When the reason was told last."""
     told: bool = False
     """Whether it has got SIGTERM, and waits for the answer."""
-    held: bool = False
-    """Whether it was told to stay so long, with its workers: others go back to what it holds."""
     drained: bool = False
     """Whether it is being drained."""
     sick: bool = False
@@ -136,6 +136,7 @@ class Notices:
             node = cluster.nodes.get(name)
             if node is None:
                 del self._going[name]
+                draining.held.discard(name)
             elif going.told and job_leaves:
                 del self._going[name]
                 effects += [*draining.forget(cluster, prestart, name), Send(node.peer, Drain(wanted=False))]
@@ -153,9 +154,9 @@ class Notices:
                     del self._going[name]
             elif name not in cluster.roles_by_node and not (going.told or going.noticed):
                 pass  # it is avoided, and needed if no other is left
-            elif going.told and recovers and now < going.deadline:
-                if not going.held and now >= going.not_before:
-                    going.held = True
+            elif going.told and recovers and now < going.deadline - HELD_UNTIL:
+                if name not in draining.held and now >= going.not_before:
+                    draining.held.add(name)
                     effects.append(Send(node.peer, Drain(wanted=True)))
             elif now >= going.not_before:
                 effects += self._begin(cluster, draining, prestart, node, going, why_not, now)
@@ -171,6 +172,7 @@ class Notices:
         why_not: str,
         now: float,
     ) -> list[Effect]:
+        draining.held.discard(node.name)
         # Who is sick goes where it is better, and nowhere else; who is about to go, wherever there is room.
         unfit = cluster.avoided(now) if going.sick and going.deadline == math.inf else ()
         objection = why_not or draining.objection(cluster, node.name, unfit)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 
 from msgspec.structs import replace
 
@@ -41,8 +42,9 @@ class Inquiries:
     def close(self) -> None:
         """Nobody is asked any more: this event loop is about to end."""
         self._loop = None
-        while self._waiting:
-            self._waiting.popitem()[1].set_result(f"node {self._node} is ending")
+        for future in list(self._waiting.values()):
+            with contextlib.suppress(InvalidStateError):  # it was answered a moment ago
+                future.set_result(f"node {self._node} is ending")
 
     def answer(self, question: t.Question) -> t.Found:
         """Another agent asks. Runs in a thread of the transport. Raises FtError."""
@@ -92,7 +94,8 @@ class Inquiries:
     def answered(self, number: int, answer: _Answer) -> None:
         """A worker here has given what it was asked for; or why it cannot be asked."""
         if (waiting := self._waiting.get(number)) is not None:
-            waiting.set_result(answer)
+            with contextlib.suppress(InvalidStateError):  # it was told that nobody answers
+                waiting.set_result(answer)
 
 
 def relay(asked: AskPeer, transport: TcpTransport) -> m.StartupEntries | m.Progress | m.Refused:
