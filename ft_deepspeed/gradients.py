@@ -88,8 +88,8 @@ class Weights:
         self._norms: torch.Tensor | None = None
         self._reads = _CALLS
         self._always = False
-        self.written = False
-        """Whether they have ever been."""
+        self._wary = _CALLS
+        """Calls for which more writes are expected, after one or at the beginning."""
         self._samples: list[torch.Tensor] = []
         """Some bytes of each, where they are."""
         self._memory: list[int] = []
@@ -103,12 +103,15 @@ class Weights:
     def left(self, changes: bool = False) -> None:
         """A call has returned, and the script goes on. `changes`: it is one that changes them."""
         self._marks = [p._version for p in self._parameters]
+        self._wary = max(0, self._wary - 1)
         if self._reads:
             self._reads -= 1
             self._norms = norms = _norm(self._parameters)
             if self._before is not None and not changes:
-                self._of_the_model.update((self._before != norms).nonzero().flatten().tolist())
-                self._memory = []
+                own = (self._before != norms).nonzero().flatten().tolist()
+                if not self._of_the_model.issuperset(own):
+                    self._of_the_model.update(own)
+                    self._memory, self._ended = [], (-1, [])
 
     def step_ended(self, version: int) -> None:
         """The state is that version."""
@@ -118,7 +121,7 @@ class Weights:
         """Whether they are others than when the step ended that made that version, however it was done."""
         ended, before = self._ended
         now = self._sampled() if ended == version else before
-        return len(before) != len(now) or not all(map(torch.equal, before, now))
+        return len(before) != len(now) or not all(map(_equal, before, now))
 
     def _sampled(self) -> list[torch.Tensor]:
         if self._memory != (memory := [p.data_ptr() for p in self._parameters]):
@@ -139,13 +142,13 @@ class Weights:
             self._before = _norm(self._parameters)
             self._always = self._always or not torch.equal(norms, self._before)
         found = self._always or marks != [p._version for p in self._parameters]
-        self.written = self.written or found
+        self._wary = _CALLS if found else self._wary
         return found
 
     @property
     def may_be_written(self) -> bool:
-        """Whether the script is one that does so, or has yet to show whether it does."""
-        return bool(self._parameters) and (self.written or self._reads > 0)
+        """Whether the script does so at present, or has yet to show whether it does."""
+        return bool(self._parameters) and self._wary > 0
 
 
 def _sample(weight: torch.Tensor) -> torch.Tensor:
@@ -154,6 +157,10 @@ def _sample(weight: torch.Tensor) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8)
     data = weight.detach().as_strided((weight.numel(),), (1,)).view(torch.uint8)
     return data[data.numel() // 2 :][:_SAMPLED]
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.device == other.device and one.shape == other.shape and torch.equal(one, other)
 
 
 def _norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -105,7 +105,8 @@ class Newcomer:
         """Version `until`, of which this is the envelope, is where the script is to get."""
         script = self._script
         as_first = script.began_at == envelope.get("first", script.began_at)
-        if as_first and (read := self._session.overlay.read_since(envelope.get("since", math.inf))):
+        began = envelope.get("since", math.inf), envelope.get("machine") == script.machine
+        if as_first and (read := self._session.overlay.read_since(*began)):
             self._session.in_place.cannot_pass(
                 f"it goes by {read}, which it has read at its start, and which was written in training "
                 "(what `engine.load_checkpoint` loads is known)"

@@ -63,6 +63,7 @@ class ProtectedState:
             "began": self._script.began,
             "first": self._script.first,
             "since": self._script.since,
+            "machine": self._script.machine,
             "module": self._script.module.capture(),
             "loop": loop.envelope(self._script.session.version) if loop is not None else None,
             "references": self._script.references.state(),

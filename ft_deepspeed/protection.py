@@ -186,7 +186,9 @@ class Protection:
             if objection := script.references.objection(loaded.get("references", [])):
                 session.in_place.cannot_pass(objection)
             script.first = loaded.get("first", script.began_at)
-            script.since = loaded.get("since", script.since)
+            if script.first != script.began_at:
+                script.since = loaded.get("since", script.since)
+                script.machine = loaded.get("machine", script.machine)
             goes_by = session.in_place.goes_by
             if script.whole and script.first != script.began_at and goes_by:
                 session.in_place.cannot_pass(

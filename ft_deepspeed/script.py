@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 import weakref
 from collections import Counter
@@ -56,7 +57,9 @@ class Script:
         self.first = 0
         """The same of the first worker of this role whose files this one goes on with."""
         self.since = math.inf
-        """When that one made its first call, in seconds since 1970."""
+        """When it made its first call, in seconds since 1970."""
+        self.machine = os.uname().nodename
+        """Where that was."""
         self.whole = True
         """Whether it goes through all steps."""
         self._forwards: list[weakref.ref[Forward]] = []

@@ -26,6 +26,8 @@ FIXED = frozenset({type(None), bool, int, float, str})
 _PLAIN = (type(None), bool, int, float, str, np.integer, np.float16, np.float32)
 _LARGEST = 1 << 20
 """Bytes of a tensor that is looked after. A larger one is a table: it is made, and not added to."""
+_TOGETHER = 64 << 10
+"""Bytes of all tensors in a container: each version has them, as text."""
 _MANY = 64
 """Entries of a container."""
 _DEEPEST = 6
@@ -35,6 +37,7 @@ _CONTAINERS: dict[str, Any] = {
     for kind in (OrderedDict, Counter, defaultdict, dict, deque, list, torch.Size, tuple, set, frozenset)
 }
 """A container is of the first kind here that it is an instance of."""
+_EXACT = {kind: name for name, kind in _CONTAINERS.items()}
 _MAPPINGS = ("OrderedDict", "Counter", "defaultdict", "dict")
 _UNCHANGING = ("Size", "tuple", "frozenset")
 _OBJECT, _TENSOR = "object", "tensor"
@@ -60,19 +63,27 @@ def is_kept(value: Any) -> bool:
     )
 
 
-def is_plain(value: Any, depth: int = 0) -> bool:
+def is_plain(value: Any) -> bool:
     """Whether it can be taken: a number, text, a small tensor, or a few of those in whatever containers."""
-    if isinstance(value, _PLAIN):
-        return True
+    return _room(value, 0, _LARGEST if isinstance(value, torch.Tensor) else _TOGETHER) >= 0
+
+
+def _room(value: Any, depth: int, room: int) -> int:
+    """What it leaves of so many bytes for tensors; below 0 if it is not plain."""
+    if type(value) in FIXED or isinstance(value, _PLAIN):
+        return room
     if isinstance(value, torch.Tensor):
-        return is_kept(value)
+        return room - value.nbytes if is_kept(value) else -1
     if (kind := _kind(value)) is None or depth == _DEEPEST:
-        return False
+        return -1
     parts, fields = _parts(value, kind), _fields(value, kind)
     if max(len(parts), len(fields)) > _MANY:
-        return False
+        return -1
     keys = [key for key, _ in parts] if kind in _MAPPINGS else []
-    return all(is_plain(part, depth + 1) for part in [*keys, *(part for _, part in parts), *fields.values()])
+    for part in [*keys, *(part for _, part in parts), *fields.values()]:
+        if (room := _room(part, depth + 1, room)) < 0:
+            break
+    return room
 
 
 class Look:
@@ -227,6 +238,8 @@ class Giving:
 
 
 def _kind(value: Any) -> str | None:
+    if (exact := _EXACT.get(type(value))) is not None:
+        return exact
     if isinstance(value, SimpleNamespace) or dataclasses.is_dataclass(value):
         return None if isinstance(value, _NEVER) else _OBJECT
     return next((name for name, kind in _CONTAINERS.items() if isinstance(value, kind)), None)

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -14,10 +15,13 @@ from typing import NoReturn
 
 from ft_core.overlay.calls import FileCalls
 from ft_core.overlay.handover import complete, forget, hand_over, jump
+from ft_core.overlay.mounts import is_of_this_machine
 from ft_core.overlay.tree import CannotPass, Tree
 
 _KERNELS = ("/dev/", "/proc/", "/sys/")
 _PREFIX = "ft-overlay-"
+_SLACK = 1.0
+"""Seconds by which a file server's clock may be ahead."""
 
 
 class Overlay:
@@ -30,6 +34,7 @@ class Overlay:
         """Files are as they are."""
         self._calls: FileCalls | None = None
         self._cannot: Callable[[str], NoReturn] | None = None
+        self._began = 0.0
 
     def begin(self, job_dir: Path, place: Path, cannot: Callable[[str], NoReturn]) -> None:
         """The script of a newcomer starts. `job_dir`: where the engine writes, by other ways. `place`: for
@@ -41,17 +46,26 @@ class Overlay:
         upper = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=place)
         _sweep(place)
         tree = Tree(upper, (*_KERNELS, f"{top}/logs/", f"{top}/injected-"))
-        self._calls, self._cannot = FileCalls(tree, cannot), cannot
+        self._calls, self._cannot, self._began = FileCalls(tree, cannot), cannot, time.time()
 
     def passes(self) -> None:
         """From here on the script passes steps that are done."""
         if self._calls is not None:
             self._calls.tree.passing = True
 
-    def read_since(self, time: float) -> str:
-        """A file that was written after `time` and that the script has read in start-up; empty: none."""
-        newest = self._calls.tree.newest_read if self._calls is not None else None
-        return newest[1] if newest is not None and newest[0] > time else ""
+    def read_since(self, since: float, here: bool) -> str:
+        """A file that was written after `since` (seconds since 1970), before this process began, and that the
+        script has read in start-up; empty: none.
+
+        `here`: whoever began then was on this machine; else what this machine alone has tells nothing.
+        """
+        if (calls := self._calls) is None:
+            return ""
+        with calls.real():
+            for name, written in calls.tree.read.items():
+                if since + _SLACK < written < self._began and (here or not is_of_this_machine(name)):
+                    return name
+        return ""
 
     @property
     def repeats(self) -> bool:

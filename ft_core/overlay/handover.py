@@ -110,11 +110,20 @@ def _overlap(written: bytes, real: bytes) -> int:
 
 def forget(tree: Tree) -> None:
     """What was done in steps that are done; of files that are open the content stays, and of directories that
-    are the newcomer's own what was made in them: nobody else has made those."""
+    are the newcomer's own what was made in them, for whoever removes it later: nobody else has made that. Its
+    files are empty, as they would be of other steps than they say."""
+    held = _held(tree.upper)
     for name, entry in tree.entries().items():
-        if isinstance(entry, Dir) and tree.is_own(name):
+        if not tree.is_own(name):
+            continue
+        if isinstance(entry, Dir):
             os.makedirs(name, exist_ok=True)
-    tree.keep_only(_held(tree.upper))
+        elif isinstance(entry, File) and entry.at not in held:
+            if tree.notes_removals:  # it has arrived, and that is of the step that it says
+                shutil.copyfile(entry.at, name)
+            elif not os.path.lexists(name):
+                open(name, "x").close()
+    tree.keep_only(held)
 
 
 def complete(tree: Tree) -> None:

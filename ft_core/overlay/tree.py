@@ -38,6 +38,8 @@ _COPIED = 1 << 30
 
 _CACHES = re.compile(r"/\.|cache", re.IGNORECASE)
 """In names of what anybody may write at any time, and whose content does not depend on when it is read."""
+_READ = 256
+"""Files of which it is known that they were read."""
 _LONGEST = 16
 """The most characters of a suffix of a file's name."""
 
@@ -123,8 +125,8 @@ class Tree:
         """Directories that are there below, and that the script has made on its way."""
         self.opened: dict[int, str] = {}
         """Descriptors that it was given -> the file in the layer. Some may be closed."""
-        self.newest_read: tuple[float, str] | None = None
-        """When the newest file was written that was read in start-up, and its name; caches, and what this
+        self.read: dict[str, float] = {}
+        """Files that were read in start-up, and when each was written, the newest ones; caches, and what this
         process has made, do not count."""
         self.notes_removals = False
         """Whether what is removed may be there since, or no more."""
@@ -305,7 +307,9 @@ class Tree:
         except OSError:
             return
         if stat.S_ISREG(seen.st_mode) and not _CACHES.search(name):
-            self.newest_read = max(self.newest_read or (0.0, ""), (seen.st_mtime, name))
+            self.read[name] = seen.st_mtime
+        if len(self.read) > _READ:
+            del self.read[min(self.read, key=self.read.__getitem__)]
 
     def _raised(self, name: str, found: Entry | None, kind: int, flags: int, path: PathLike) -> File:
         """The file in the layer, to be written to."""

@@ -81,12 +81,14 @@ def adapter() -> Adapter:
 @pytest.fixture
 def newcomer(adapter: Adapter) -> Iterator[Newcomer]:
     """Its script has done 5 of 9 steps when the first failure comes."""
-    overlay = SimpleNamespace(passes=lambda: None, read_since=lambda time: "own.pt" if time < 100 else "")
+    overlay = SimpleNamespace(
+        passes=lambda: None, read_since=lambda since, here: "own.pt" * (since < 100 and here)
+    )
     in_place = SimpleNamespace(passed=lambda: None, reached=ignored, cannot_pass=refused)
     session: Any = SimpleNamespace(protecting=False, overlay=overlay, in_place=in_place)
     script: Any = object.__new__(Script)
     script.engine, script.session, script.position, script._counted = None, session, 5, Counter()
-    script.began_at = 0
+    script.began_at, script.machine = 0, "here"
     script.made_up = SimpleNamespace(passes=ignored, answered=ignored, known=ignored)
     script.draws = SimpleNamespace(follow=ignored)
     live: Any = SimpleNamespace(go_on=lambda: None)
@@ -117,7 +119,8 @@ def test_a_script_that_goes_by_a_file_written_in_training_is_refused(
 ) -> None:
     """Unless it has resumed by `engine.load_checkpoint`, and begins further on."""
     newcomer.interrupted()
-    adapter.loaded |= {"first": first, "since": since}
+    newcomer._script.machine = "here"
+    adapter.loaded |= {"first": first, "since": since, "machine": "here"}
     with pytest.raises(RefusedError, match=r"own\.pt") if refuses else contextlib.nullcontext():
         newcomer.follow(9)
 

@@ -339,3 +339,10 @@ def test_what_many_modules_have_is_looked_at_once(monkeypatch: pytest.MonkeyPatc
     shared.tokens = 1
     assert [*state.capture()] == ["0.shared"]
     assert len([value for value, *_ in looked if value is shared]) == 1
+
+
+def test_a_container_of_large_tensors_is_left_alone() -> None:
+    """Each version would have them as text."""
+    half = torch.zeros(20 << 10, dtype=torch.uint8)
+    assert values.is_plain([half, {"more": (half, half)}]) and values.is_plain(torch.zeros(1 << 18))
+    assert not values.is_plain([half, {"more": (half, half)}, half])

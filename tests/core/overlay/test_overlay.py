@@ -339,9 +339,11 @@ def test_what_passed_steps_write_is_not_there_even_in_directories_of_the_newcome
             assert open(f"run-12:01/models/{step}").read() == "wrong"
             open("run-12:01/best", "w").write("wrong"), open(f"{scratch}/{step}", "w").write("part")
         overlay.arrives()
-        assert sorted(os.listdir("run-12:01")) == ["config", "events", "log", "models"]
-        assert os.listdir("run-12:01/models") == [] and len(os.listdir(scratch)) == 3
+        assert sorted(os.listdir("run-12:01")) == ["best", "config", "events", "log", "models"]
+        assert sorted(os.listdir("run-12:01/models")) == ["1", "2", "3"] and len(os.listdir(scratch)) == 3
+        os.remove("run-12:01/models/1")  # the oldest goes
         open("run-12:01/models/4", "w").write("right")
+        overlay.was_done()
         overlay.end()
         open("run-12:01/models/5", "w").write("right")
         log.write("after"), events.write("after"), log.close(), events.close()
@@ -355,6 +357,37 @@ def test_what_passed_steps_write_is_not_there_even_in_directories_of_the_newcome
         "run-12:01/log": "after",
         "run-12:01/events": "after",
     }
+    assert sorted(os.listdir(tmp_path / "run-12:01/models")) == ["2", "3", "4", "5"]
+
+
+def test_what_was_read_at_the_start_and_written_in_training_is_named(tmp_path: Path) -> None:
+    for number, name in enumerate(("before", "data", "cache/file", ".hidden", "during", "start-up")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+        if name != "start-up":
+            os.utime(tmp_path / name, (1000.0 + number, 1000.0 + number))
+    said = run(
+        tmp_path,
+        """
+        import time
+        begin()
+        time.sleep(0.01)
+        with overlay.real():
+            os.utime("start-up")  # by another process, meanwhile
+        open("mine", "w").write("mine")
+        for name in ("before", "data", "cache/file", ".hidden", "start-up", "mine"):
+            open(name).read()
+        for since in (1000.5, 998.5, 900.0):
+            print(os.path.basename(overlay.read_since(since, True)), end=",")
+        open("during").read()
+        print(os.path.basename(overlay.read_since(1000.5, True)), overlay.read_since(1000.5, False), end=",")
+        overlay.passes()
+        os.utime("before")
+        open("before").read()
+        print(overlay.read_since(1003.5, True))
+        """,
+    )
+    assert said == ",before,before,during ,\n"
 
 
 def test_what_others_write_meanwhile_stays(tmp_path: Path) -> None:
