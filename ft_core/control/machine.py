@@ -43,7 +43,7 @@ from ft_core.control.view import JobView
 from ft_core.control.worker_failures import WorkerFailures
 from ft_core.protocol import messages as m
 from ft_core.protocol.goodput import Spent
-from ft_core.settings import ANY_RANK, Settings
+from ft_core.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -227,7 +227,7 @@ class Controller:
         spare has those of one of them. Nobody who takes part is turned away."""
         command, _, flags = hello.digest.partition("-")
         taken = {node.hello.node_rank for node in self.cluster.nodes.values() if node.name != hello.node}
-        begins = isinstance(self.phase, Forming) or hello.node_rank not in {ANY_RANK, *taken}
+        begins = isinstance(self.phase, Forming) or (hello.node_rank >= 0 and hello.node_rank not in taken)
         if flags != self._flags and not hello.holdings.begun:
             return False
         if command not in self._known_commands and (begins or hello.holdings.begun):

@@ -1135,9 +1135,14 @@ def test_nodes_that_a_job_begins_with_may_have_other_arguments(caplog: pytest.Lo
     new = job["node0"].holdings()
     job = ControlPlane(nodes=2)
     job.all_step(1)
-    assert not greets("stranger", holdings=new)
+    assert not greets("stranger", holdings=new, node_rank=-1)
     assert greets("node1", node_rank=1, holdings=job["node1"].holdings()), "it takes part"
-    assert greets("spare", holdings=new)
+    assert greets("spare", holdings=new, node_rank=-1)
+    job = ControlPlane(nodes=2)
+    job.all_step(1)
+    assert not greets("stranger", holdings=new, node_rank=1), "that one's place is taken"
+    lose(job, "node1")
+    assert greets("another", holdings=new, node_rank=1)
 
 
 def test_a_node_that_was_started_with_another_command_line_is_not_let_in() -> None:
