@@ -50,8 +50,9 @@ def test_what_is_a_nodes_own(tmp_path: Path) -> None:
         assert said(other, "ls", str(SHARED)) == "ours"
         assert said(one, "df", "-m", "--output=size", "/dev/shm").split()[-1] == "64"
         one.run("sleep", "1000")
-        assert said(one, "sh", "-c", "cat /proc/[0-9]*/comm").count("sleep") == 2  # and the first process
-        assert said(other, "sh", "-c", "cat /proc/[0-9]*/comm").count("sleep") == 1
+        names = "sh", "-c", "cat /proc/[0-9]*/comm"
+        wait_for_value(lambda: said(one, *names).count("sleep"), 2, 20)  # and the first process
+        assert said(other, *names).count("sleep") == 1
         assert said(one, sys.executable, "-c", "import ft_core, os; print(os.getuid())", user=4711) == "4711"
         assert said(one, "pwd") == str(ROOT)
         seconds = [said(node, "cut", "-d.", "-f1", "/proc/uptime") for node in cluster.nodes]
