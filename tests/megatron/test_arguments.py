@@ -188,13 +188,12 @@ import megatron.core
 from megatron.training import arguments, global_vars
 
 found = {}
-Path("secret").write_text("s")
 
 def said(*flags, role=None):
     sys.argv = ["pretrain_gpt.py", *flags]
     brought = []
     session._current = role if role is None else SimpleNamespace(
-        role=role, configure=brought.append, started_over=False, job_dir=Path())
+        role=role, configure=brought.append, started_over=False, job_dir=Path(), secret=b"s")
     try:
         args = arguments.parse_args()
         global_vars.set_args(args)
