@@ -265,6 +265,11 @@ class Session:
         return self._plan.origin in ("memory", "durable")
 
     @property
+    def goes_on_from_memory(self) -> bool:
+        """Whether that is in memory, of this same job; what is on storage may be of one before it."""
+        return self._plan.origin == "memory"
+
+    @property
     def lean(self) -> bool:
         """Whether a version leaves out what `Adapter.derive` makes of the rest."""
         return self._plan.snapshot == "lean"

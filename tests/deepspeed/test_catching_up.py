@@ -85,7 +85,9 @@ def newcomer(adapter: Adapter) -> Iterator[Newcomer]:
         passes=lambda: None, read_since=lambda since, here: "own.pt" * (since < 100 and here)
     )
     in_place = SimpleNamespace(passed=lambda: None, reached=ignored, cannot_pass=refused)
-    session: Any = SimpleNamespace(protecting=False, overlay=overlay, in_place=in_place)
+    session: Any = SimpleNamespace(
+        protecting=False, goes_on_from_memory=True, overlay=overlay, in_place=in_place
+    )
     script: Any = object.__new__(Script)
     script.engine, script.session, script.position, script._counted = None, session, 5, Counter()
     script.began_at, script.machine = 0, "here"
