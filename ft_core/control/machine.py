@@ -226,18 +226,24 @@ class Controller:
         arguments for the script, as under torchrun, and so may who comes in the place of one that is lost; a
         spare has those of one of them. Nobody who takes part is turned away."""
         command, _, flags = hello.digest.partition("-")
-        taken = {node.hello.node_rank for node in self.cluster.nodes.values() if node.name != hello.node}
-        begins = isinstance(self.phase, Forming) or (hello.node_rank >= 0 and hello.node_rank not in taken)
         if flags != self._flags and not hello.holdings.begun:
             return False
-        if command not in self._known_commands and (begins or hello.holdings.begun):
-            self._known_commands.add(command)
-            log.warning(
-                "node %s runs another script than others, or has other arguments for it: so have roles that "
-                "move there",
-                hello.node,
-            )
-        return command in self._known_commands
+        if command in self._known_commands:
+            return True
+        if not (isinstance(self.phase, Forming) or hello.holdings.begun or self._replaces(hello)):
+            return False
+        self._known_commands.add(command)
+        log.warning(
+            "node %s runs another script than others, or has other arguments for it: so have roles that "
+            "move there",
+            hello.node,
+        )
+        return True
+
+    def _replaces(self, hello: m.AgentHello) -> bool:
+        """Whether it has a place in the job that no other node has."""
+        others = (node.hello for node in self.cluster.nodes.values() if node.name != hello.node)
+        return hello.node_rank >= 0 and all(other.node_rank != hello.node_rank for other in others)
 
     def _turn_away(self, peer: e.Peer, hello: m.AgentHello) -> None:
         """Refuse an agent of a former job that had this address and secret: what it knows is nothing of this

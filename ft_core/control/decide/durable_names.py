@@ -46,8 +46,8 @@ class Checkpoints:
     def forgotten(self) -> Checkpoints:
         """The questions to ask anew, since a failure or other settings may have changed the answers. Who has
         had its time has had it."""
-        blind = {node: at for node, at in self.first.items() if node in self._blind()}
-        return Checkpoints(self.number + 1, first=blind, told=self.told)
+        first = {node: self.first[node] for node in self._blind()}
+        return Checkpoints(self.number + 1, first=first, told=self.told)
 
     def look(self, nodes: Collection[str], past: Past) -> None:
         """Only these nodes are left, and that is what the job has behind it."""
