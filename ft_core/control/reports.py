@@ -13,6 +13,8 @@ from ft_core.control.recovery import RecoveryCoordinator
 from ft_core.control.script_ends import ScriptEnds
 from ft_core.protocol import messages as m
 
+BEING_WRITTEN = 8
+"""Durable checkpoints, at most, of which it is known who has written a part."""
 REPEAT = 1.0
 """Seconds after which a plan is sent again to a node that has not begun it."""
 
@@ -31,6 +33,8 @@ class Reports:
         self._changeovers, self._scripts = changeovers, scripts
         self._not_written = (0, -1)
         """The epoch and version of the last durable checkpoint that failed."""
+        self._written: dict[tuple[m.Epoch, m.Version], set[m.Role]] = {}
+        """Whose parts of a durable checkpoint are on storage, of those that are not whole yet."""
         self._cluster, self._out = recovery.cluster, recovery.out
 
     def on_greeting(self, node: Node, known: bool) -> None:
@@ -144,10 +148,17 @@ class Reports:
                 out.record_once("resumes", reason)
 
     def on_durable_written(self, message: m.DurableWritten) -> None:
-        """A role's part of a durable checkpoint is on storage."""
-        version, roles = message.version, self._cluster.settings.world_size
-        self._out.record("durable", roles=[message.role], version=version)
-        self._out.emit(PartWritten(version, roles, message.seconds))
+        """A role's part of a durable checkpoint is on storage. One event a checkpoint, once it is whole: a
+        successor reads all events before it leads."""
+        checkpoint = message.epoch, message.version
+        roles = self._written.setdefault(checkpoint, set())
+        roles.add(message.role)
+        if whole := len(roles) == self._cluster.settings.world_size:
+            self._written = {other: there for other, there in self._written.items() if other > checkpoint}
+            self._out.record("durable", version=message.version)
+        elif len(self._written) > BEING_WRITTEN:
+            del self._written[min(self._written)]
+        self._out.emit(PartWritten(message.seconds, whole))
 
     def on_durable_failed(self, node: Node, message: m.DurableFailed) -> None:
         """A role's part could not be written. One event a checkpoint: the other roles' parts fail of the

@@ -76,9 +76,6 @@ _MAY_SAY: dict[type, tuple[type, ...]] = {
 """What may be said after each kind of greeting."""
 _CLIENTS = OrBundle(m.FROM_CLIENT)
 
-_DURABLE = b'"event": "durable",'
-"""What a line of `events.jsonl` has that tells of a role's part of a checkpoint."""
-
 
 @dataclass
 class LeaderContext:
@@ -523,8 +520,6 @@ def _notes(path: Path) -> Notes:
             return Notes()
         with path.open("rb") as lines:
             for line in lines:
-                if _DURABLE in line:  # one for each role of each checkpoint: nearly all of a long job's
-                    continue
                 with contextlib.suppress(ValueError):  # torn by the death of its writer
                     event = json.loads(line)
                     found[event["event"]] = event["epoch"]

@@ -22,7 +22,7 @@ LONGEST = 10
 NEWEST = 200
 """Events that are shown, of those that are no node's coming."""
 FEW = {"joined", "durable", "suspected", "refused", "spare_lost"}
-"""Events of which there may be as many as nodes: counted, and not shown."""
+"""Events of which there may be as many as nodes, or as checkpoints: counted, and not shown."""
 
 
 @dataclass(frozen=True)

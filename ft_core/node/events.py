@@ -152,6 +152,7 @@ class DurableDone:
     """Written for these roles; `failed`: why not."""
 
     role: int
+    epoch: int
     version: Version
     roles: tuple[int, ...] = ()
     failed: str = ""

@@ -499,7 +499,7 @@ class NodeShell:
             roles = await self._on_storage(durable.save, *where, *what)
         except (OSError, FtError) as error:
             failed = str(error)
-        self._handle(e.DurableDone(order.role, order.version, tuple(roles), failed))
+        self._handle(e.DurableDone(order.role, order.plan.epoch, order.version, tuple(roles), failed))
 
     @property
     def _durable_dir(self) -> str:

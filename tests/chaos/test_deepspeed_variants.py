@@ -208,7 +208,7 @@ def test_a_durable_checkpoint_of_either_kind_starts_a_job_of_either(
     durable, last = (f"--ft-durable-dir={tmp_path / 'durable'}", "--ft-durable-interval=5"), ITERATIONS + 6
     before, then = ((*durable, f"--ft-snapshot={kind}") for kind in kinds)
     with Job(tmp_path / "first", training, ITERATIONS, spares=0, ftrun=before) as job:
-        job.wait_for("durable", 2)
+        job.wait_for("durable")
         job.finish()
     inject = ("--respawn", f"--ft-inject=1@gather:{ITERATIONS}:worker")
     with Job(tmp_path / "second", training, last, spares=0, ftrun=(*then, *inject)) as job:

@@ -133,7 +133,7 @@ def test_policy_stop(tmp_path):
 def test_more_than_replicas_cover_falls_back_to_the_durable_checkpoint(tmp_path):
     durable = (f"--ft-durable-dir={tmp_path / 'durable'}", "--ft-durable-interval=5")
     with Job(tmp_path / "job", LAYOUT, STEPS, spares=2, script=PACED, ftrun=durable) as job:
-        job.wait_for("durable", 4)
+        job.wait_for("durable", 2)
         job.kill_nodes(0, 1)
         result = job.finish()
     check_identical(result, LAYOUT, STEPS, again=STEPS)  # those since the checkpoint
@@ -159,7 +159,7 @@ def test_a_new_job_goes_on_from_the_durable_checkpoint_of_an_old_one(layout, dam
     """If the newest one turns out to be damaged, from the one before."""
     durable = (f"--ft-durable-dir={tmp_path / 'durable'}", "--ft-durable-interval=5")
     with Job(tmp_path / "first", layout, STEPS, spares=0, script=PACED, ftrun=durable) as first:
-        first.wait_for("durable", 6)
+        first.wait_for("durable", 3)
     if damaged:
         name = complete(str(tmp_path / "durable"), layout.world)[-1]
         newest, part = version_of(name), next((tmp_path / "durable" / name).glob("segments/1x1-*"))
@@ -235,7 +235,7 @@ def test_a_checkpoint_serves_jobs_that_leave_out_other_things(bf16: bool, kinds:
     durable = (f"--ft-durable-dir={place}", "--ft-durable-interval=5")
     flags = [(*durable, f"--ft-snapshot={kind}") for kind in kinds]
     with Job(tmp_path / "first", layout, STEPS, spares=0, script=PACED, ftrun=flags[0]) as first:
-        first.wait_for("durable", 4)
+        first.wait_for("durable", 2)
     name = complete(str(place), layout.world)[-1]
     assert any((place / name).glob("segments/0x2-*")) == (kinds[0] == "full")
     inject = ("--ft-inject", f"1@gather:{STEPS - 4}:worker")

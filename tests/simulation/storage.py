@@ -84,7 +84,7 @@ class Storage:
                 if not problem:
                     self.parts.pop(name, None)
                     self._prune(name, order.plan, failed=True)
-                ends(ev.DurableDone(order.role, order.version, (), why))
+                ends(ev.DurableDone(order.role, order.plan.epoch, order.version, (), why))
 
             self._call(node, removed)
 
@@ -105,7 +105,7 @@ class Storage:
 
         def write(left: list[tuple[int, Content]], roles: tuple[int, ...]) -> None:
             if not left:
-                ends(ev.DurableDone(order.role, order.version, roles))
+                ends(ev.DurableDone(order.role, order.plan.epoch, order.version, roles))
                 return
             (role, content), rest = left[0], left[1:]
 

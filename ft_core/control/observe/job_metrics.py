@@ -20,8 +20,6 @@ SECONDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 PLACES = 1000
 """Kinds of failures by place, at most, that are told apart; jobs that run for months replace their nodes."""
 OTHER = "other"
-VERSIONS = 8
-"""Durable checkpoints that are being written at once, at most."""
 
 PHASES = (Cause.DETECTION, Cause.DECISION, Cause.WAITING, Cause.RESTORING)
 """The phases of a recovery. The first step after it comes on top."""
@@ -73,8 +71,6 @@ class JobMetrics:
     """How long single roles took to write what they had of durable checkpoints."""
     durable: float | None = None
     """When a durable checkpoint was whole last."""
-    _parts: dict[int, int] = field(default_factory=dict)
-    """A version that is being written -> how many roles have written theirs."""
     _before: tuple[dict[Cause, float], float] | None = None
     """What time had gone to when the failure was noticed that is being recovered from, and since when."""
 
@@ -127,15 +123,11 @@ class JobMetrics:
             if count > before.get(xid, 0) and (xid in self.xids or len(self.xids) < PLACES):
                 self.xids[xid] += count - before.get(xid, 0)
 
-    def written(self, version: int, roles: int, seconds: float, wall: float) -> None:
-        """A role's part of a durable checkpoint is, of so many."""
+    def written(self, seconds: float, whole: bool, wall: float) -> None:
+        """A role's part of a durable checkpoint is; `whole`: and with it all are."""
         self.writes.add(seconds)
-        self._parts[version] = self._parts.get(version, 0) + 1
-        if self._parts[version] >= roles:
+        if whole:
             self.durable = wall
-            self._parts = {other: parts for other, parts in self._parts.items() if other > version}
-        while len(self._parts) > VERSIONS:
-            del self._parts[min(self._parts)]
 
 
 @dataclass(frozen=True)

@@ -89,11 +89,10 @@ class FailureCounted:
 
 @dataclass(frozen=True)
 class PartWritten:
-    """A role's part of a durable checkpoint is on storage, of so many."""
+    """A role's part of a durable checkpoint is on storage; `whole`: and with it all are."""
 
-    version: Version
-    roles: int
     seconds: float
+    whole: bool
 
 
 Observation = (

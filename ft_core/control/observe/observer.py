@@ -135,8 +135,8 @@ class Observer:
                 account.finished(wall)
             case FailureCounted(fault, place, domain):
                 metrics.failed(fault, place, domain)
-            case PartWritten(version, roles, seconds):
-                metrics.written(version, roles, seconds, wall)
+            case PartWritten(seconds, whole):
+                metrics.written(seconds, whole, wall)
             case _:
                 assert_never(observed)
 

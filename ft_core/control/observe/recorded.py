@@ -189,7 +189,10 @@ EVENTS: Mapping[str, Event] = {
     "returning": Event("an epoch ends for replica groups to come back in the next"),
     "returned": Event("they take part from this epoch on"),
     "not_returning": Event("they could not come back, and leave again; it is tried once more, later"),
-    "durable": Event("a role's part of a durable checkpoint is written", _VERSION),
+    "durable": Event(
+        "a durable checkpoint is whole; not told of one that was being written as a new controller began",
+        _VERSION,
+    ),
     "durable_failed": Event(
         "one could not be written, and was deleted; the last complete ones are as they were. One event a "
         "checkpoint: the node's log has each role's",

@@ -173,8 +173,8 @@ class Copies:
         """A durable checkpoint is written, or could not be."""
         _, began = self._writing.pop(event.role)
         if not event.failed:
-            written = (m.DurableWritten(role, event.version, now - began) for role in event.roles)
-            return [ToController(each) for each in written]
+            written = [(role, event.epoch, event.version, now - began) for role in event.roles]
+            return [ToController(m.DurableWritten(*each)) for each in written]
         # A failed save must not end training: the in-memory copies are what protects it.
         log.error(
             "node %s: durable checkpoint of step %d, role %d: %s",

@@ -239,6 +239,8 @@ class DurableWritten(Message, frozen=True):
     """A role's part of a durable checkpoint is written, which took so many seconds."""
 
     role: Role
+    epoch: Epoch
+    """The checkpoint's: parts of another do not complete it."""
     version: Version
     seconds: float
 

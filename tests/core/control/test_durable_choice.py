@@ -10,6 +10,7 @@ from core.control.test_controller_machine import ControlPlane, restart, tell
 
 from ft_core.control.decide.durable_names import AGAIN, PATIENCE
 from ft_core.control.events import End
+from ft_core.control.reports import BEING_WRITTEN
 from ft_core.control.succession import GRACE
 from ft_core.protocol import messages as m
 
@@ -306,3 +307,20 @@ def test_what_others_or_a_past_that_was_left_have_does_not_count_as_saved() -> N
     storage.answer()
     told = [each for each in job["node0"].heard if isinstance(each, m.SaveVersion)]
     assert [each.version for each in told] == [5002] and not job.records_of("saved")
+
+
+def test_a_whole_checkpoint_is_one_event() -> None:
+    """Parts of two epochs do not make one, and what is never whole is forgotten."""
+    job = ControlPlane()
+    job.all_step(400)
+
+    def write(role: int, epoch: int, version: int) -> int:
+        job[f"node{role}"].say(m.DurableWritten(role, epoch, version, 0.1))
+        return len(job.records_of("durable"))
+
+    assert [write(0, 1, 500), write(1, 2, 500), write(1, 2, 500)] == [0, 0, 0]
+    assert [write(0, 2, 500), write(1, 1, 500)] == [1, 1]
+    assert job.records_of("durable")[0].more == {"version": 500}
+    for version in range(1000, 1000 + 500 * (BEING_WRITTEN + 1), 500):
+        write(0, 2, version)
+    assert [write(1, 2, 1000), write(1, 2, 1500)] == [1, 2]

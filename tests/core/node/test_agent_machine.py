@@ -743,8 +743,8 @@ def test_every_so_often_what_is_safe_is_written(durable: Node):
     [write] = durable.effects(e.WriteDurable)
     assert (write.role, write.version, write.replicated) == (0, 2, False)
     durable.now += 1.5
-    durable.handle(e.DurableDone(0, 2, (0, 1)))
-    assert durable.said(m.DurableWritten) == [m.DurableWritten(role, 2, 1.5) for role in (0, 1)]
+    durable.handle(e.DurableDone(0, 1, 2, (0, 1)))
+    assert durable.said(m.DurableWritten) == [m.DurableWritten(role, 1, 2, 1.5) for role in (0, 1)]
 
 
 def test_one_at_a_time_is_written_and_what_is_not_is_said(durable: Node, caplog: pytest.LogCaptureFixture):
@@ -752,7 +752,7 @@ def test_one_at_a_time_is_written_and_what_is_not_is_said(durable: Node, caplog:
     durable.handle(arrived(staged(durable, 4)))
     [failed] = durable.said(m.DurableFailed)
     assert failed.version == 4 and "that of step 2 is still being written" in failed.reason
-    durable.handle(e.DurableDone(0, 2, failed="disk full"))
+    durable.handle(e.DurableDone(0, 1, 2, failed="disk full"))
     assert durable.done == [e.ToController(m.DurableFailed(0, 2, "disk full"))] and "disk full" in caplog.text
     durable.handle(arrived(staged(durable, 6)))
     assert len(durable.effects(e.WriteDurable)) == 1

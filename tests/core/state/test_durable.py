@@ -237,7 +237,8 @@ def test_a_checkpoint_that_fails_is_one_event(tmp_path: Path):
                     fleet[f"node{number}"].post(DurableFailed(**about))
                 failed = await fleet.event("durable_failed", version // 5)
                 assert failed["version"] == version
-            fleet["node0"].post(DurableWritten(role=0, version=15, seconds=0.1))
+            for role in (0, 1):
+                fleet[f"node{role}"].post(DurableWritten(role=role, epoch=1, version=15, seconds=0.1))
             await fleet.event("durable")
             assert len(fleet.events("durable_failed")) == 2
             assert "node node" in failed["reason"] and failed["roles"]
@@ -358,7 +359,7 @@ def test_what_is_written_and_what_is_not_is_told(agent: NodeShell, tmp_path: Pat
     agent._handle = heard.append  # type: ignore[method-assign]
     for version in (1, 2):
         asyncio.run(agent._write_durable(e.WriteDurable(0, version, plan(), replicated=False)))
-    assert heard[0] == e.DurableDone(0, 1, (0,))
+    assert heard[0] == e.DurableDone(0, 1, 1, (0,))
     assert heard[1].version == 2 and "no longer in memory" in heard[1].failed
     assert versions(tmp_path / "durable") == [1]
 
