@@ -42,7 +42,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ft_deepspeed import floats, patched
 from ft_deepspeed.below import Below, Compiler
-from ft_deepspeed.module_state import scripts
+from ft_deepspeed.own_code import scripts
 from ft_deepspeed.spans import Bytes, Span, span_of, storage_of, tensors_of
 from ft_deepspeed.unknown import DECIDES, Absent, Unknown, UnknownArray, UnknownFloat
 

@@ -8,12 +8,8 @@ none, is given it where its peers are.
 
 from __future__ import annotations
 
-import functools
 import logging
-import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,10 +36,6 @@ _COUNT = "micro_offset"
 """A pipeline's passes, by which its layers are seeded (`PipelineModule(seed_layers=True)`)."""
 
 _OF_OPTIMIZER = "optimizer."
-_PACKAGES = ("site-packages", "dist-packages")
-_FRAMEWORKS = frozenset(
-    "torch transformers accelerate deepspeed datasets tokenizers peft trl numpy megatron apex".split()
-)
 
 Place = tuple[str, dict[str, Any], str]
 """Its name, and the dictionary and key that it is found by."""
@@ -134,6 +126,8 @@ class ModuleState:
                     space.pop(key, None)  # it came with a pass that is made again
                 return
             if isinstance(state, dict) and state == values.LEFT:
+                if here is None:
+                    log.warning("a newcomer's %s is not what its peers have: it has become too large", name)
                 return
             try:
                 value = giving.give(state, (name,), before)
@@ -220,36 +214,3 @@ def _places(name: str, part: torch.nn.Module, hidden: list[str]) -> Iterator[Pla
             yield f"{prefix}{key}", vars(part), key
         else:
             yield f"{prefix}{key}", part._buffers, key
-
-
-def _is_installed(name: str, file: str) -> bool:
-    """Wherever that is: for the user, by PYTHONPATH, or from a checkout."""
-    if file.startswith((sys.prefix, sys.base_prefix)) or name.startswith("ft_"):
-        return True
-    if name.partition(".")[0] in _FRAMEWORKS or any(f"/{place}/" in file for place in _PACKAGES):
-        return True
-    above = name.count(".") + (os.path.basename(file) == "__init__.py")
-    return _holds_packages(str(Path(file).parents[above])) if above < len(Path(file).parents) else False
-
-
-@functools.cache
-def _holds_packages(directory: str) -> bool:
-    """Whether pip has put packages there, as it does with `--target`."""
-    try:
-        with os.scandir(directory) as found:
-            return any(entry.name.endswith(".dist-info") for entry in found)
-    except OSError:
-        return False
-
-
-def scripts(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where generators of the script's own are looked for: its modules, and the model's attributes."""
-    for name, found in list(sys.modules.items()):
-        file = getattr(found, "__file__", None)
-        if isinstance(file, str) and not _is_installed(name, file):
-            yield name, vars(found)
-    main = sys.modules.get("__main__")
-    if main is not None and getattr(main, "__file__", None) is not None:
-        yield "__main__", vars(main)
-    for name, part in module.named_modules():
-        yield f"model.{name}", vars(part)

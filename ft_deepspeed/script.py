@@ -18,7 +18,8 @@ from ft_deepspeed.calls import Call, Forward, Load
 from ft_deepspeed.dealing import Dealing
 from ft_deepspeed.draws import Draws
 from ft_deepspeed.made_up import MadeUp
-from ft_deepspeed.module_state import ModuleState, scripts
+from ft_deepspeed.module_state import ModuleState
+from ft_deepspeed.own_code import scripts
 from ft_deepspeed.reference import References
 from ft_deepspeed.results import Results
 from ft_deepspeed.trainer import TrainerLoop

@@ -17,7 +17,7 @@ import torch
 
 from ft_core import kept
 from ft_core.state import rng
-from ft_deepspeed.module_state import scripts
+from ft_deepspeed.own_code import scripts
 
 _LARGEST = 64 << 10
 """Bytes of a tensor or array that is carried."""

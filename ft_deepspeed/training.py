@@ -22,7 +22,8 @@ from ft_core.worker import session
 from ft_core.worker.loop import Loop
 from ft_deepspeed import boundary, patched
 from ft_deepspeed.config import SECTION
-from ft_deepspeed.module_state import ModuleState, scripts
+from ft_deepspeed.module_state import ModuleState
+from ft_deepspeed.own_code import scripts
 from ft_deepspeed.state import DeepSpeedAdapter
 from ft_deepspeed.zero import inner_optimizer
 

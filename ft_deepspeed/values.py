@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+
+from ft_deepspeed.own_code import is_own_class
 
 Path = tuple[Any, ...]
 """The name of an attribute, and the keys that lead on from there."""
@@ -28,7 +31,7 @@ _LARGEST = 1 << 20
 """Bytes of a tensor that is looked after. A larger one is a table: it is made, and not added to."""
 _TOGETHER = 64 << 10
 """Bytes of all tensors in a container: each version has them, as text."""
-_MANY = 64
+_MANY = 1024
 """Entries of a container."""
 _DEEPEST = 6
 
@@ -41,7 +44,7 @@ _EXACT = {kind: name for name, kind in _CONTAINERS.items()}
 _MAPPINGS = ("OrderedDict", "Counter", "defaultdict", "dict")
 _UNCHANGING = ("Size", "tuple", "frozenset")
 _OBJECT, _TENSOR = "object", "tensor"
-_NEVER = (type, torch.nn.Module, torch.optim.Optimizer, *_CONTAINERS.values())
+_NEVER = (type, enum.Enum, torch.nn.Module, torch.optim.Optimizer, *_CONTAINERS.values())
 """What is no object of plain data, though it may be a dataclass. A model's outputs are containers besides."""
 _FACTORIES = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set)}
 
@@ -240,7 +243,7 @@ class Giving:
 def _kind(value: Any) -> str | None:
     if (exact := _EXACT.get(type(value))) is not None:
         return exact
-    if isinstance(value, SimpleNamespace) or dataclasses.is_dataclass(value):
+    if isinstance(value, SimpleNamespace) or dataclasses.is_dataclass(value) or is_own_class(type(value)):
         return None if isinstance(value, _NEVER) else _OBJECT
     return next((name for name, kind in _CONTAINERS.items() if isinstance(value, kind)), None)
 
@@ -265,10 +268,16 @@ def _fields(value: Any, kind: str) -> dict[str, Any]:
     if space is value:  # a dictionary whose entries are its attributes
         return {}
     found = dict(space or {})
-    if kind == _OBJECT and dataclasses.is_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value) if field.name not in found]
-        found |= {name: getattr(value, name) for name in names if hasattr(value, name)}
+    if kind == _OBJECT:
+        found |= {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
     return found
+
+
+def _slots(kind: type) -> Iterator[str]:
+    for base in kind.__mro__:
+        names = vars(base).get("__slots__", ())
+        found = (names,) if isinstance(names, str) else names
+        yield from (name for name in found if name not in ("__dict__", "__weakref__"))
 
 
 def _set_fields(target: Any, kind: str, fields: dict[str, Any]) -> None:

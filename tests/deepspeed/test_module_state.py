@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import enum
 import importlib.util
 import re
+import threading
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -74,6 +76,41 @@ class Slots:
     tokens: int = 0
 
 
+class Meter:
+    """No dataclass, and with another in it."""
+
+    def __init__(self, below: bool = True) -> None:
+        self.tokens, self.losses = 0, [0.0]
+        self.mean = torch.zeros(2)
+        self.below = Meter(False) if below else None
+
+    def __repr__(self) -> str:
+        return f"{self.tokens} {self.losses} {self.mean} {self.below}"
+
+
+def measured(kept: Meter) -> None:
+    assert kept.below is not None
+    kept.tokens += 4
+    kept.losses.append(kept.losses[-1] + kept.tokens)
+    kept.mean.mul_(0.5).add_(kept.tokens)
+    kept.below.tokens -= 1
+    kept.below.mean = kept.below.mean + 1
+
+
+class Slotted:
+    __slots__ = "tokens"
+
+    def __init__(self) -> None:
+        self.tokens = 0
+
+    def __repr__(self) -> str:
+        return f"{self.tokens}"
+
+
+class Phase(enum.Enum):
+    WARM = 1
+
+
 class Lines(list[int]):
     most = 3
 
@@ -124,6 +161,8 @@ def step(kept: Any) -> None:
         (space, lambda kept: setattr(kept, "step", kept.step + 1)),
         (Seen, appended),
         (Slots, more),
+        (Slotted, more),
+        (Meter, measured),
         (lambda: SimpleNamespace(tokens=np.float32(0.1)), more),
         (
             lambda: {"all": [defaultdict(list), (torch.zeros(2), deque([1]))]},
@@ -141,7 +180,9 @@ def test_containers_are_what_they_were_and_those_that_share_one_still_do(make: A
         assert type(model.kept) is type(undisturbed.kept)
         assert repr(model.kept) == repr(undisturbed.kept)
         assert model.reader.shared is model.kept
-        assert getattr(model.kept, "__dict__", None) == getattr(undisturbed.kept, "__dict__", None)
+        assert repr(getattr(model.kept, "__dict__", None)) == repr(
+            getattr(undisturbed.kept, "__dict__", None)
+        )
 
 
 def test_what_the_script_holds_itself_is_the_models_still() -> None:
@@ -317,17 +358,28 @@ def test_all_that_the_installed_deepspeed_gives_modules_is_known() -> None:
     assert found - {"_parameters"} <= _DEEPSPEED
 
 
-def test_what_cannot_be_taken_any_more_is_left_as_it_is() -> None:
+def test_what_cannot_be_taken_any_more_is_left_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     """A list that has grown, or has what a pass computes: it is not what it was in the beginning."""
     kept: list[Any] = [0]
     model = Model(kept, lambda kept: kept.append(len(kept)))
     state = ModuleState(model)
-    for _ in range(100):
+    for _ in range(1100):
         model()
     before = state.capture()
+    state.restore(before)
+    assert not caplog.text
     for changed in (before, carried(before)):
         state.restore(changed)
-        assert model.kept is kept and kept == list(range(101))
+        assert model.kept is kept and kept == list(range(1101))
+    assert "a newcomer's kept is not what its peers have: it has become too large" in caplog.text
+
+
+@pytest.mark.parametrize("value", [Phase.WARM, Meter, measured, torch.nn.Linear(2, 2), threading.Lock()])
+def test_what_is_no_plain_data(value: Any) -> None:
+    meter = Meter()
+    assert values.is_plain(meter)
+    meter.losses.append(value)
+    assert not values.is_plain(value) and not values.is_plain(meter)
 
 
 def test_what_many_modules_have_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from ft_core import kept
 from ft_core.state.envelope import decode, encode
-from ft_deepspeed.module_state import scripts
+from ft_deepspeed.own_code import scripts
 from ft_deepspeed.script_state import Opaque, ScriptState, variables
 
 
