@@ -1,4 +1,5 @@
-"""Whether a script changes gradients or weights between the engine's calls: it clips, masks or sets them.
+"""Whether a script changes gradients, weights or the optimizer's state between the engine's calls: it clips,
+masks or sets them.
 
 What it does there is not done again where calls are made again, so a worker whose script does so begins anew
 instead.
@@ -6,17 +7,20 @@ instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
+from ft_core.patching import Patch
 from ft_deepspeed import patched
 from ft_deepspeed.spans import span_of, storage_of
 
 CHANGED = "its script changes gradients between the engine's calls, so that must run again"
 
-WRITTEN = "its script changes weights between the engine's calls, so that must run again"
+WRITTEN = (
+    "its script changes weights, or the optimizer's state, between the engine's calls, so that must run again"
+)
 
 TORN = "its script has written weights, for the first time, while they were copied"
 
@@ -40,18 +44,10 @@ class Gradients:
         self._was_set = False
         self._always = False
         """Whether it was seen to write to them unseen."""
-        for patch in patched.SET_GRADIENTS:
-            patch.wrap(self._setting, of=engine.optimizer)
-        for parameter in self._parameters:
-            if hasattr(parameter, patched.SET_GRADIENT.name):
-                patched.SET_GRADIENT.wrap(self._setting, of=parameter)
+        _tell_of_setting(engine, patched.SET_GRADIENTS, patched.SET_GRADIENT, self._setting)
 
-    def _setting(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def set_gradient(*args: Any, **kwargs: Any) -> Any:
-            self._was_set = True
-            return original(*args, **kwargs)
-
-        return set_gradient
+    def _setting(self) -> None:
+        self._was_set = True
 
     def left(self) -> None:
         """A backward pass has returned, and the script goes on."""
@@ -79,11 +75,15 @@ class Gradients:
 
 
 class Weights:
-    """The same of weights. Stage 3 has them in parts, which come and go between calls: not seen there."""
+    """The same of weights, and of the optimizer's state. In stage 3 it is a rank's parts that are looked at:
+    whole weights come and go between calls."""
 
-    def __init__(self, engine: Any) -> None:
-        staged = engine.zero_optimization_stage() == 3
-        self._parameters = [] if staged else list(engine.module.parameters())
+    def __init__(self, engine: Any, optimizers: Sequence[Any] = ()) -> None:
+        """`optimizers`: those that step them."""
+        self._parameters = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
+        self._optimizers = optimizers
+        self._sets = 0
+        """How often the script has set state by DeepSpeed's functions for that."""
         self._marks: list[int] | None = None
         self._norms: torch.Tensor | None = None
         self._reads = _CALLS
@@ -93,16 +93,31 @@ class Weights:
         self._samples: list[torch.Tensor] = []
         """Some bytes of each, where they are."""
         self._memory: list[int] = []
-        self._ended: tuple[int, list[torch.Tensor]] = -1, []
-        """The version that was made last, and those bytes in it."""
+        self._ended: tuple[int, list[int], list[torch.Tensor]] = -1, [], []
+        """The version that was made last, the marks of the optimizer's state in it, and those bytes."""
         self._of_the_model: set[int] = set()
         """Which ones passes themselves change, by their places."""
         self._before: torch.Tensor | None = None
         """Their norms when the call began that is under way."""
+        _tell_of_setting(engine, patched.SET_STATES, patched.SET_STATE, self._setting)
+
+    def _setting(self) -> None:
+        self._sets += 1
+
+    def _of_state(self) -> list[int]:
+        """Equal while the script writes nothing to the optimizer's state."""
+        states = (kept for optimizer in self._optimizers for kept in optimizer.state.values())
+        return [
+            self._sets,
+            *(v._version for kept in states for v in kept.values() if isinstance(v, torch.Tensor)),
+        ]
+
+    def _now(self) -> list[int]:
+        return [*self._of_state(), *(p._version for p in self._parameters)]
 
     def left(self, changes: bool = False) -> None:
         """A call has returned, and the script goes on. `changes`: it is one that changes them."""
-        self._marks = [p._version for p in self._parameters]
+        self._marks = self._now()
         self._wary = max(0, self._wary - 1)
         if self._reads:
             self._reads -= 1
@@ -111,17 +126,19 @@ class Weights:
                 own = (self._before != norms).nonzero().flatten().tolist()
                 if not self._of_the_model.issuperset(own):
                     self._of_the_model.update(own)
-                    self._memory, self._ended = [], (-1, [])
+                    self._memory, self._ended = [], (-1, [], [])
 
     def step_ended(self, version: int) -> None:
         """The state is that version."""
-        self._ended = version, self._sampled()
+        self._ended = version, self._of_state(), self._sampled()
 
     def differ(self, version: int) -> bool:
         """Whether they are others than when the step ended that made that version, however it was done."""
-        ended, before = self._ended
-        now = self._sampled() if ended == version else before
-        return len(before) != len(now) or not all(map(_equal, before, now))
+        ended, marks, before = self._ended
+        if ended != version:
+            return False
+        now = self._sampled()
+        return marks != self._of_state() or len(before) != len(now) or not all(map(_equal, before, now))
 
     def _sampled(self) -> list[torch.Tensor]:
         if self._memory != (memory := [p.data_ptr() for p in self._parameters]):
@@ -141,14 +158,33 @@ class Weights:
         if norms is not None:
             self._before = _norm(self._parameters)
             self._always = self._always or not torch.equal(norms, self._before)
-        found = self._always or marks != [p._version for p in self._parameters]
+        found = self._always or marks != self._now()
         self._wary = _CALLS if found else self._wary
         return found
 
     @property
     def may_be_written(self) -> bool:
         """Whether the script does so at present, or has yet to show whether it does."""
-        return bool(self._parameters) and self._wary > 0
+        return self._wary > 0
+
+
+def _tell_of_setting(
+    engine: Any, of_stage3: Iterable[Patch], of_others: Patch, tell: Callable[[], None]
+) -> None:
+    """Have `tell` called when the script sets something by DeepSpeed's `safe_set_...`."""
+
+    def setting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def set_it(*args: Any, **kwargs: Any) -> Any:
+            tell()
+            return original(*args, **kwargs)
+
+        return set_it
+
+    for patch in of_stage3:
+        patch.wrap(setting, of=engine.optimizer)
+    for parameter in engine.module.parameters():
+        if hasattr(parameter, of_others.name):
+            of_others.wrap(setting, of=parameter)
 
 
 def _sample(weight: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from ft_core.kept import Kept
 from ft_core.patching import replaced
-from ft_deepspeed import counters, patched
+from ft_deepspeed import counters, patched, zero
 from ft_deepspeed.calls import RETURNED, Backward, Batch, Call, CannotRepeat, Direct, Forward, Load, Step
 from ft_deepspeed.context import Context
 from ft_deepspeed.gradients import CHANGED, TORN, WRITTEN, Gradients, Weights
@@ -52,7 +52,8 @@ class Live:
 
     def begin(self) -> None:
         """The script makes its first call."""
-        self._gradients, self._weights = Gradients(self._engine), Weights(self._engine)
+        self._gradients = Gradients(self._engine)
+        self._weights = Weights(self._engine, zero.inner_optimizers(self._engine))
         self.go_on()
 
     def go_on(self) -> None:

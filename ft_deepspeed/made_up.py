@@ -31,7 +31,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
@@ -116,6 +116,8 @@ class MadeUp:
         """What the script has written of the engine's memory on the way, and what was in there."""
         self._data: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         """The memory that weights had, for a script that gives them other."""
+        self._kept: list[tuple[MutableMapping[Any, Any], Any, Any]] = []
+        """What optimizers kept, and where, for the same reason."""
         self._not_restored: set[int] = set()
         """What of the model's memory no version has: it is as the script writes it."""
         self._arrived: int | None = None
@@ -129,8 +131,9 @@ class MadeUp:
 
     # -- where the script is -------------------------------------------------------------------
 
-    def passes(self, state: Iterable[torch.Tensor]) -> None:
-        """It passes steps over. `state`: tensors of the engine's, which are those of another step."""
+    def passes(self, state: Iterable[torch.Tensor], optimizers: Iterable[Any] = ()) -> None:
+        """It passes steps over. `state`: tensors of the engine's, which are those of another step, as is what
+        the `optimizers` keep."""
         tensors = (*state, *self._model.parameters(), *self._model.buffers())
         self._sources = {storage_of(t): StorageWeakRef(t.untyped_storage()) for t in tensors if storage_of(t)}
         modules = self._model.modules()
@@ -139,6 +142,12 @@ class MadeUp:
         self._written = {}
         # In stage 3 they come and go by themselves.
         self._data = [(p, p.data) for p in self._model.parameters() if not hasattr(p, "ds_id")]
+        self._kept = []
+        for optimizer in optimizers:
+            kept = optimizer.state
+            self._kept.append((vars(optimizer), "state", kept))
+            for spaces in (kept, *kept.values()):
+                self._kept += ((spaces, key, value) for key, value in spaces.items())
         if not self._on:
             self._on = True
             self._replace()
@@ -176,7 +185,10 @@ class MadeUp:
         for parameter, data in self._data:
             if storage_of(parameter) != storage_of(data):
                 parameter.data = data
-        self._written, self._data = {}, []
+        for space, key, value in self._kept:
+            if space.get(key) is not value:
+                space[key] = value
+        self._written, self._data, self._kept = {}, [], []
 
     def rests(self) -> None:
         """A recovery begins, in a call or between two."""
@@ -211,7 +223,7 @@ class MadeUp:
         """It is where the engine is."""
         if self._on:
             self._arrived = self._looked = self._position()
-            self._written, self._data = {}, []  # what it has written by now is its own
+            self._written, self._data, self._kept = {}, [], []  # what it has written by now is its own
             self._look(self._arrived - YOUNG)
 
     def answered(self, result: Any) -> None:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ft_core.errors import CorruptSnapshot, EpochChanged
 from ft_core.process.timeline import timeline
-from ft_deepspeed import counters
+from ft_deepspeed import counters, zero
 from ft_deepspeed.calls import Batch, Call, Forward, Load, Step
 from ft_deepspeed.catch_up import CatchUp
 from ft_deepspeed.context import Context
@@ -114,7 +114,7 @@ class Newcomer:
             )
         script.phase = Phase.CATCHING_UP
         self._session.overlay.passes()
-        script.made_up.passes(self._state.stepped())
+        script.made_up.passes(self._state.stepped(), zero.inner_optimizers(self._engine))
         self._way = self._way or CatchUp(script.position)
         self._way.until, self._way.envelope = until, envelope
         script.results = results

@@ -59,13 +59,24 @@ RESUMPTION = declare(
 BACKWARD = declare("torch.autograd:backward", "`loss.backward()` is made again from the engine's outputs on")
 SET_GRADIENTS = declare_each(
     _ZERO3,
-    "set_fp32_grad_for_param set_local_grad_for_param",
+    "set_fp32_grad_for_param set_local_grad_for_param update_fp32_grad_for_param_vectorized",
     "a step of which the script has changed the gradients is not made again on its behalf",
     optional=True,
 )
 SET_GRADIENT = declare(
     "torch.nn:Parameter.set_full_hp_grad",
     "a step of which the script has changed the gradients is not made again on its behalf",
+    made_later=True,
+)
+SET_STATES = declare_each(
+    _ZERO3,
+    "set_full_hp_param set_local_hp_param",
+    "what the script writes to the optimizer's state is not written again on its behalf",
+    optional=True,
+)
+SET_STATE = declare(
+    "torch.nn:Parameter.set_full_hp_param",
+    "what the script writes to the optimizer's state is not written again on its behalf",
     made_later=True,
 )
 REPORT = declare(f"{_ENGINE}._report_progress", "a step that is done again was logged the first time")

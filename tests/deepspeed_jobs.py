@@ -345,6 +345,38 @@ class Quirks:
 
 
 @dataclass(frozen=True)
+class WritesState:
+    """Training of a script that writes weights and the optimizer's state between steps."""
+
+    stage: int
+    dp: int = 2
+
+    def __str__(self) -> str:
+        return f"writes-state-zero{self.stage}"
+
+    @property
+    def world(self) -> int:
+        return self.dp
+
+    @property
+    def script(self) -> Path:
+        return SCRIPTS / "writes_state.py"
+
+    def arguments(self, iterations: int, protected: bool) -> list[str]:
+        zero = {"stage": self.stage, "stage3_param_persistence_threshold": 64}
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": zero,
+        }
+        path = write_config(str(self), config, protected)
+        return [f"--deepspeed_config={path}", f"--train-iters={iterations}"]
+
+    def environment(self) -> dict[str, str]:
+        return variables()
+
+
+@dataclass(frozen=True)
 class Preference:
     """Training of a script that has an engine beside the one that it trains."""
 

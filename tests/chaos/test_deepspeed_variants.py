@@ -19,6 +19,7 @@ from deepspeed_jobs import (
     Preference,
     Quirks,
     Resumes,
+    WritesState,
     Zero,
 )
 from harness import ROOT, Job, Training, check_clean, check_identical, check_survivors, environment, reference
@@ -64,6 +65,17 @@ def test_variant(training: Training, injected: str, tmp_path):
     check_survivors(result, training.world)
     check_clean(result)  # loader processes, too
     assert result.recoveries == injected.count("@")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_state_that_the_script_writes_between_steps(stage: int, tmp_path: Path) -> None:
+    """Which is not done again for it where it is."""
+    training = WritesState(stage)
+    injected = "1@between:4:worker,0@forward:7:worker,1@d2h:10:worker"
+    with Job(tmp_path / "job", training, ITERATIONS, ftrun=("--respawn", "--ft-inject", injected)) as job:
+        result = job.finish()
+    check_identical(result, training, ITERATIONS, again=ITERATIONS * injected.count("@"))
+    check_clean(result)
 
 
 def test_a_step_that_cannot_be_made_again_on_a_scripts_behalf(tmp_path):

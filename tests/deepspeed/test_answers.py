@@ -420,13 +420,60 @@ def test_weights_that_the_script_changes(change: Any) -> None:
     assert looked.changed()
 
 
+@pytest.mark.parametrize("function", ["set_full_hp_param", "set_local_hp_param", "_zero", "_replace"])
+def test_optimizer_state_that_the_script_changes(function: str) -> None:
+    found = Engine()
+    weight = found.module.weight
+    optimizer = torch.optim.SGD([weight], momentum=0.9)
+    optimizer.state[weight]["momentum_buffer"] = torch.randn(3, 3)
+    called: list[int] = []
+
+    def replace() -> None:
+        optimizer.state[weight]["momentum_buffer"] = torch.zeros(3, 3)
+
+    for name in ("set_full_hp_param", "set_local_hp_param"):
+        setattr(found.optimizer, name, called.append)
+    weight.set_full_hp_param = called.append
+    looked = Weights(found, [optimizer])
+    change: Any = {
+        "set_full_hp_param": lambda: weight.set_full_hp_param(1),
+        "set_local_hp_param": lambda: found.optimizer.set_local_hp_param(1),
+        "_zero": lambda: optimizer.state[weight]["momentum_buffer"].zero_(),
+        "_replace": replace,
+    }[function]
+    optimizer.state[weight]["momentum_buffer"].add_(1)  # the step
+    looked.left(changes=True)
+    looked.step_ended(7)
+    assert not looked.differ(7) and not looked.changed()
+    looked.left()
+    change()
+    assert looked.differ(7) and looked.changed()
+    assert called == [1] * ("hp_param" in function)
+
+
+def test_parts_of_weights_that_the_script_changes() -> None:
+    """In stage 3: the whole ones are not there."""
+    found = Engine()
+    found.module.weight.ds_tensor = part = torch.randn(5)
+    found.module.weight.data = torch.empty(0)
+    looked = Weights(found)
+    looked.left(changes=True)
+    looked.step_ended(7)
+    found.module.weight.data = torch.ones(3, 3)  # gathered
+    found.module.weight.data = torch.empty(0)
+    assert not looked.differ(7) and not looked.changed()
+    looked.left()
+    part.data.mul_(2)
+    assert looked.differ(7) and looked.changed()
+
+
 def test_weights_that_are_others_than_when_the_step_ended() -> None:
     model = torch.nn.Sequential(
         torch.nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last), torch.nn.Linear(9, 9)
     )
     model.register_parameter("seen", torch.nn.Parameter(torch.zeros(2)))
     model.register_parameter("rounded", torch.nn.Parameter(torch.full((3,), torch.nan, dtype=torch.bfloat16)))
-    looked = Weights(SimpleNamespace(module=model, zero_optimization_stage=lambda: 0))
+    looked = Weights(SimpleNamespace(module=model, optimizer=SimpleNamespace()))
     looked.left(changes=True)
     assert not looked.changed()
     model.seen.data.add_(1)  # which the model itself does

@@ -159,7 +159,7 @@ class Steps:
         self.whole, self.forwards = True, []
         self.made_up = SimpleNamespace(given=lambda *given: None)
         self.session = self
-        self.engine = SimpleNamespace(module=self.model, zero_optimization_stage=lambda: 0)
+        self.engine = SimpleNamespace(module=self.model, optimizer=SimpleNamespace())
         monkeypatch.setattr(Context, "capture", lambda engine: None)
         self.live = Live(self, SimpleNamespace())  # type: ignore[arg-type]
         self.live._gradients = SimpleNamespace(changed=lambda: False, left=lambda: None)  # type: ignore

@@ -89,7 +89,8 @@ def newcomer(adapter: Adapter) -> Iterator[Newcomer]:
         protecting=False, goes_on_from_memory=True, overlay=overlay, in_place=in_place
     )
     script: Any = object.__new__(Script)
-    script.engine, script.session, script.position, script._counted = None, session, 5, Counter()
+    script.engine = SimpleNamespace(optimizer=SimpleNamespace(state={}))
+    script.session, script.position, script._counted = session, 5, Counter()
     script.began_at, script.machine = 0, "here"
     script.made_up = SimpleNamespace(passes=ignored, answered=ignored, known=ignored)
     script.draws = SimpleNamespace(follow=ignored)
@@ -209,7 +210,7 @@ def test_a_step_in_which_it_makes_fewer_calls_than_its_predecessor_is_not_passed
         results.record("grad norm", version, torch.ones(()))
         results.record_after(version, "step", 0, {"loss": 1.0})
     script.dealing, script.results = None, results
-    script.engine = SimpleNamespace(lr_scheduler=None, device="cpu")
+    script.engine = SimpleNamespace(lr_scheduler=None, optimizer=SimpleNamespace(state={}), device="cpu")
     script.session.in_place.cannot_pass = refused.append  # type: ignore[method-assign, assignment]
     script.session.in_place.reached = ignored  # type: ignore[method-assign]
     newcomer._engine, newcomer._from = script.engine, 5
@@ -239,7 +240,7 @@ def test_the_engines_memory_is_as_it_was_before_the_script_arrives(
     newcomer._check_counted = ignored  # type: ignore[method-assign]
     script.results.answer_norm = lambda *about: None  # type: ignore[method-assign]
     newcomer._go_live = lambda: done.append("live")  # type: ignore[method-assign]
-    newcomer._engine = SimpleNamespace(lr_scheduler=None)
+    newcomer._engine = SimpleNamespace(lr_scheduler=None, optimizer=SimpleNamespace(state={}))
     adapter.passed = lambda: None  # type: ignore[attr-defined]
     assert newcomer._way is not None
     newcomer._way.until = 6

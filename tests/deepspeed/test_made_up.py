@@ -9,7 +9,7 @@ import json
 import math
 import pickle
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -388,3 +388,36 @@ def test_what_the_script_writes_to_the_engines_memory_in_steps_that_are_done(
     with torch.no_grad():
         write(newcomer)  # where the others do it, too
     assert not all(torch.equal(one, other) for one, other in zip(kept, loaded, strict=True))
+
+
+REPLACES = [
+    lambda optimizer, weight: optimizer.state[weight].update(momentum_buffer=torch.zeros(3, 3), more=1),
+    lambda optimizer, weight: optimizer.state.update({weight: {"momentum_buffer": torch.ones(3, 3)}}),
+    lambda optimizer, weight: optimizer.state.clear(),
+    lambda optimizer, weight: setattr(optimizer, "state", defaultdict(dict)),
+]
+
+
+@pytest.mark.parametrize("replace", REPLACES)
+@pytest.mark.parametrize("ends", ["arrives", "rests"])
+def test_what_the_script_has_an_optimizer_keep_in_steps_that_are_done(
+    newcomer: Newcomer, replace: Any, ends: str
+) -> None:
+    weight = newcomer.model.weight
+    optimizer = torch.optim.SGD([weight], momentum=0.9)
+    state, kept = optimizer.state, {"momentum_buffer": torch.randn(3, 3)}
+    state[weight] = kept
+    buffer = kept["momentum_buffer"]
+    newcomer.made_up.passes([], [optimizer])
+    newcomer.made_up.returns()
+    for _ in range(3):
+        replace(optimizer, weight)
+        newcomer.step()
+    if ends == "rests":
+        newcomer.made_up.rests()
+    newcomer.arrives()
+    assert optimizer.state is state and state[weight] is kept and kept["momentum_buffer"] is buffer
+    replace(optimizer, weight)  # where the others do it, too
+    newcomer.step()
+    newcomer.made_up.rests()
+    assert optimizer.state.get(weight, {}).get("momentum_buffer") is not buffer
