@@ -241,9 +241,10 @@ class Giving:
 
 
 def _kind(value: Any) -> str | None:
-    if (exact := _EXACT.get(type(value))) is not None:
+    kind: Any = type(value)
+    if (exact := _EXACT.get(kind)) is not None:
         return exact
-    if isinstance(value, SimpleNamespace) or dataclasses.is_dataclass(value) or is_own_class(type(value)):
+    if isinstance(value, SimpleNamespace) or dataclasses.is_dataclass(value) or is_own_class(kind):
         return None if isinstance(value, _NEVER) else _OBJECT
     return next((name for name, kind in _CONTAINERS.items() if isinstance(value, kind)), None)
 

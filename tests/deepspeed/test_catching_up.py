@@ -38,7 +38,7 @@ def test_how_far_it_is_is_said_after_a_while_and_then_ever_more_seldom(
     assert "(640 of 1000 in 40 s, some 22 s more)" in said[3][1]
 
 
-def ignored(_: Any) -> None:
+def ignored(*_: Any) -> None:
     pass
 
 
