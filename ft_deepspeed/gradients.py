@@ -1,5 +1,5 @@
-"""Whether a script changes gradients, weights or the optimizer's state between the engine's calls: it clips,
-masks or sets them.
+"""Whether a script changes gradients, weights, buffers or the optimizer's state between the engine's calls:
+it clips, masks or sets them.
 
 What it does there is not done again where calls are made again, so a worker whose script does so begins anew
 instead.
@@ -19,7 +19,8 @@ from ft_deepspeed.spans import span_of, storage_of
 CHANGED = "its script changes gradients between the engine's calls, so that must run again"
 
 WRITTEN = (
-    "its script changes weights, or the optimizer's state, between the engine's calls, so that must run again"
+    "its script changes weights, buffers or the optimizer's state between the engine's calls, so that must "
+    "run again"
 )
 
 TORN = "its script has written weights, for the first time, while they were copied"
@@ -75,13 +76,18 @@ class Gradients:
 
 
 class Weights:
-    """The same of weights, and of the optimizer's state. In stage 3 it is a rank's parts that are looked at:
-    whole weights come and go between calls."""
+    """The same of weights, buffers that are saved, and the optimizer's state. In stage 3 it is a rank's parts
+    that are looked at: whole weights come and go between calls."""
 
     def __init__(self, engine: Any, optimizers: Sequence[Any] = ()) -> None:
         """`optimizers`: those that step them."""
         self._parameters = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
         self._optimizers = optimizers
+        self._buffers = [
+            (part._buffers, name)
+            for part in engine.module.modules()
+            for name in part._buffers.keys() - part._non_persistent_buffers_set
+        ]
         self._sets = 0
         """How often the script has set state by DeepSpeed's functions for that."""
         self._marks: list[int] | None = None
@@ -94,7 +100,7 @@ class Weights:
         """Some bytes of each, where they are."""
         self._memory: list[int] = []
         self._ended: tuple[int, list[int], list[torch.Tensor]] = -1, [], []
-        """The version that was made last, the marks of the optimizer's state in it, and those bytes."""
+        """The version that was made last, the marks of what else is in it, and those bytes."""
         self._of_the_model: set[int] = set()
         """Which ones passes themselves change, by their places."""
         self._before: torch.Tensor | None = None
@@ -104,16 +110,18 @@ class Weights:
     def _setting(self) -> None:
         self._sets += 1
 
-    def _of_state(self) -> list[int]:
-        """Equal while the script writes nothing to the optimizer's state."""
+    def _of_others(self) -> list[int]:
+        """Equal while the script writes nothing to buffers and to the optimizer's state."""
+        found = [self._sets]
         states = (kept for optimizer in self._optimizers for kept in optimizer.state.values())
-        return [
-            self._sets,
-            *(v._version for kept in states for v in kept.values() if isinstance(v, torch.Tensor)),
-        ]
+        kept = [value for state in states for value in state.values()]
+        for value in (*kept, *(buffers.get(name) for buffers, name in self._buffers)):
+            if isinstance(value, torch.Tensor):
+                found += (id(value), value._version)
+        return found
 
     def _now(self) -> list[int]:
-        return [*self._of_state(), *(p._version for p in self._parameters)]
+        return [*self._of_others(), *(p._version for p in self._parameters)]
 
     def left(self, changes: bool = False) -> None:
         """A call has returned, and the script goes on. `changes`: it is one that changes them."""
@@ -130,7 +138,7 @@ class Weights:
 
     def step_ended(self, version: int) -> None:
         """The state is that version."""
-        self._ended = version, self._of_state(), self._sampled()
+        self._ended = version, self._of_others(), self._sampled()
 
     def differ(self, version: int) -> bool:
         """Whether they are others than when the step ended that made that version, however it was done."""
@@ -138,7 +146,7 @@ class Weights:
         if ended != version:
             return False
         now = self._sampled()
-        return marks != self._of_state() or len(before) != len(now) or not all(map(_equal, before, now))
+        return marks != self._of_others() or len(before) != len(now) or not all(map(_equal, before, now))
 
     def _sampled(self) -> list[torch.Tensor]:
         if self._memory != (memory := [p.data_ptr() for p in self._parameters]):

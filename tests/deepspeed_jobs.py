@@ -346,13 +346,15 @@ class Quirks:
 
 @dataclass(frozen=True)
 class WritesState:
-    """Training of a script that writes weights and the optimizer's state between steps."""
+    """Training of a script that writes weights, buffers and the optimizer's state between steps."""
 
     stage: int
+    buffers: bool = False
+    """Whether it writes those alone."""
     dp: int = 2
 
     def __str__(self) -> str:
-        return f"writes-state-zero{self.stage}"
+        return f"writes-state-zero{self.stage}" + "-buffers" * self.buffers
 
     @property
     def world(self) -> int:
@@ -370,7 +372,8 @@ class WritesState:
             "zero_optimization": zero,
         }
         path = write_config(str(self), config, protected)
-        return [f"--deepspeed_config={path}", f"--train-iters={iterations}"]
+        flags = [f"--deepspeed_config={path}", f"--train-iters={iterations}"]
+        return [*flags, *["--buffers"] * self.buffers]
 
     def environment(self) -> dict[str, str]:
         return variables()

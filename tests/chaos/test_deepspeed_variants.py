@@ -67,11 +67,10 @@ def test_variant(training: Training, injected: str, tmp_path):
     assert result.recoveries == injected.count("@")
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_state_that_the_script_writes_between_steps(stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("training", [*map(WritesState, (0, 1, 3)), WritesState(2, buffers=True)], ids=str)
+def test_state_that_the_script_writes_between_steps(training: WritesState, tmp_path: Path) -> None:
     """Which is not done again for it where it is."""
-    training = WritesState(stage)
-    injected = "1@between:4:worker,0@forward:7:worker,1@d2h:10:worker"
+    injected = "1@between:4:worker,0@forward:6:worker,1@d2h:10:worker"
     with Job(tmp_path / "job", training, ITERATIONS, ftrun=("--respawn", "--ft-inject", injected)) as job:
         result = job.finish()
     check_identical(result, training, ITERATIONS, again=ITERATIONS * injected.count("@"))

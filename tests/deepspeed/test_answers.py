@@ -451,6 +451,23 @@ def test_optimizer_state_that_the_script_changes(function: str) -> None:
     assert called == [1] * ("hp_param" in function)
 
 
+@pytest.mark.parametrize("change", [lambda m: m.seen.add_(1), lambda m: setattr(m, "seen", torch.ones(2))])
+def test_buffers_that_the_script_changes(change: Any) -> None:
+    found = Engine()
+    found.module.register_buffer("seen", torch.zeros(2))
+    found.module.register_buffer("hidden", torch.zeros(2), persistent=False)  # which calls remember
+    found.module.register_buffer("none", None)
+    looked = Weights(found)
+    change(found.module)  # the pass
+    looked.left()
+    looked.step_ended(7)
+    found.module.hidden.add_(1)
+    assert not looked.differ(7) and not looked.changed()
+    looked.left()
+    change(found.module)
+    assert looked.differ(7) and looked.changed()
+
+
 def test_parts_of_weights_that_the_script_changes() -> None:
     """In stage 3: the whole ones are not there."""
     found = Engine()

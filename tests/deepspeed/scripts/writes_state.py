@@ -17,13 +17,26 @@ from digest import digest
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--train-iters", type=int)
+parser.add_argument("--buffers", action="store_true", help="write those alone")
 parser.add_argument("--deepspeed_config")
 args = parser.parse_args()
+
+
+class Model(torch.nn.Sequential):
+    """With a buffer that the script sets."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16))
+        self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale.sum()
+
 
 deepspeed.init_distributed()
 rank = dist.get_rank()
 torch.manual_seed(5)
-model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16))
+model = Model()
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config=args.deepspeed_config)
 stage = engine.zero_optimization_stage()
@@ -32,18 +45,24 @@ first, last = model[0].weight, model[2].weight
 for step in range(1, args.train_iters + 1):
     drawn = torch.Generator().manual_seed(100 * step + rank)
     x, y = torch.randn(4, 16, generator=drawn), torch.randn(4, 16, generator=drawn)
+    if step % 3 == 1:
+        model.scale.mul_(1.1)
     loss = (engine(x.to(engine.device)) - y.to(engine.device)).square().mean()
     engine.backward(loss)
     engine.step()
-    if stage == 3:
+    if args.buffers:
+        pass
+    elif stage == 3:
         with deepspeed.zero.GatheredParameters([first], modifier_rank=0):
             if rank == 0:
                 first.data.clamp_(-0.2, 0.2)
         safe_set_full_fp32_param(last, torch.full(last.ds_shape, 0.01 * step))
-    if stage and step % 2 == 0:
+    if args.buffers or step % 2:
+        pass
+    elif stage:
         shape = getattr(first, "ds_shape", first.shape)
         safe_set_full_optimizer_state(first, torch.zeros(shape), "exp_avg")
-    elif step % 2 == 0:
+    else:
         optimizer.state[first]["exp_avg"] = torch.zeros_like(first)
         optimizer.state[last]["exp_avg_sq"].mul_(0.5)
     everybody = [None] * dist.get_world_size()
