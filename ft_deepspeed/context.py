@@ -13,6 +13,7 @@ import torch
 from ft_core.state import rng
 from ft_core.state.optimizer import hyper_parameters, restore_group
 from ft_deepspeed import persistent
+from ft_deepspeed.module_state import Modes, set_modes
 from ft_deepspeed.zero import inner_optimizer
 
 _FLAGS = ("_is_gradient_accumulation_boundary", "inside_no_sync_ctxt", "_manual_backward_expected")
@@ -31,7 +32,7 @@ class Context:
 
     rng: dict[str, Any]
     hyper: list[dict[str, Any]]
-    training: bool
+    modes: Modes
     flags: dict[str, bool | None]
     grad: bool
     autocast: tuple[bool, torch.dtype]
@@ -49,7 +50,7 @@ class Context:
         return cls(
             rng=rng.capture(),
             hyper=copy.deepcopy([hyper_parameters(g) for g in inner_optimizer(engine).param_groups]),
-            training=engine.module.training,
+            modes=engine.ft_protection.module.modes(),
             flags={name: getattr(engine, name) for name in _FLAGS if hasattr(engine, name)},
             grad=torch.is_grad_enabled(),
             autocast=(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
@@ -64,8 +65,7 @@ class Context:
         engine.ft_protection.module.restore(self.module)
         for group, hyper in zip(inner_optimizer(engine).param_groups, self.hyper, strict=True):
             restore_group(group, hyper)
-        if engine.module.training != self.training:
-            engine.module.train(self.training)
+        set_modes(self.modes)
         for owner, values in ((engine, self.flags), (engine._config, self.batch)):
             for name, value in values.items():
                 setattr(owner, name, value)

@@ -9,7 +9,7 @@ none, is given it where its peers are.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from ft_deepspeed.values import FIXED, MISSING
 log = logging.getLogger(__name__)
 
 _TORCH = ("torch.nn.", "torch.ao.", "deepspeed.")
-"""Modules of these are known to keep nothing of the kind."""
+"""Modules of these are known to keep nothing of the kind but what a script sets: a rate of dropout, say."""
 _DEEPSPEED = frozenset(
     "_external_params _original_parameters all_parameters applied_pre_backward_ref_cnt "
     "ds_external_parameters ds_grads_remaining ds_id ds_inflight_param_registry ds_model_granularity "
@@ -37,6 +37,8 @@ _COUNT = "micro_offset"
 
 _OF_OPTIMIZER = "optimizer."
 
+Modes = list[tuple[torch.nn.Module, bool]]
+"""Modules, and whether each is in training mode."""
 Place = tuple[str, dict[str, Any], str]
 """Its name, and the dictionary and key that it is found by."""
 
@@ -61,17 +63,16 @@ class ModuleState:
 
     def __init__(self, module: torch.nn.Module, optimizer: Any = None, schedule: Any = None) -> None:
         """`module`: as the script begins training with it. `optimizer`, `schedule`: those that step it."""
+        self._all = list(module.modules())
         self._modules = [
             (name, part)
             for name, part in module.named_modules()
-            if not type(part).__module__.startswith(_TORCH) or [*_hidden(part)]
+            if not _is_torchs_module(part) or [*_hidden(part)] or [*_rates(part)]
         ]
         self._late = {name: [*_hidden(part)] for name, part in self._modules}
         """Buffers that no `state_dict` has, or that were not there yet, by the module's name."""
         self._spaces = {
-            _prefix(name): vars(part)
-            for name, part in self._modules
-            if not type(part).__module__.startswith(_TORCH)
+            _prefix(name): vars(part) for name, part in self._modules if not _is_torchs_module(part)
         }
         """Where attributes of the script's own are, by how their names begin. What torch knows of an
         optimizer is kept elsewhere."""
@@ -102,6 +103,10 @@ class ModuleState:
             self._take()
         self._first, self._changed = self._changed, {}
         self._began = self._look.objects
+
+    def modes(self) -> Modes:
+        """Which parts of the model train: some may be kept in evaluation mode all the time."""
+        return modes(self._all)
 
     def capture(self) -> Captured:
         """What is other than it was in the beginning, by name."""
@@ -189,6 +194,26 @@ def _is_torchs(optimizer: Any) -> bool:
     return type(optimizer).__module__.startswith(("torch.", "deepspeed."))
 
 
+def modes(parts: Iterable[torch.nn.Module]) -> Modes:
+    """In what mode they are."""
+    return [(part, part.training) for part in parts]
+
+
+def set_modes(found: Modes) -> None:
+    """Put them back into the mode that they were in."""
+    for part, training in found:
+        if part.training != training:
+            part.training = training
+
+
+def _is_torchs_module(part: torch.nn.Module) -> bool:
+    return type(part).__module__.startswith(_TORCH)
+
+
+def _rates(part: torch.nn.Module) -> Iterator[str]:
+    return (key for key, value in vars(part).items() if type(value) is float and key not in _OTHERS)
+
+
 def _prefix(name: str) -> str:
     return f"{name}." if name else ""
 
@@ -203,14 +228,16 @@ def _hidden(part: torch.nn.Module) -> Iterator[str]:
 
 
 def _places(name: str, part: torch.nn.Module, hidden: list[str]) -> Iterator[Place]:
-    prefix = _prefix(name)
-    if not type(part).__module__.startswith(_TORCH):
-        space = vars(part)
+    prefix, space = _prefix(name), vars(part)
+    if _is_torchs_module(part):
+        for key in _rates(part):
+            yield f"{prefix}{key}", space, key
+    else:
         for key, value in space.items():
             if key not in _OTHERS and values.is_plain(value):
                 yield f"{prefix}{key}", space, key
     for key in sorted({*part._non_persistent_buffers_set, *hidden}):
         if key == _COUNT and key in vars(part):
-            yield f"{prefix}{key}", vars(part), key
+            yield f"{prefix}{key}", space, key
         else:
             yield f"{prefix}{key}", part._buffers, key

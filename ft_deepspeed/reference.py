@@ -21,6 +21,7 @@ from ft_deepspeed import patched
 from ft_deepspeed.abandon import abandon_pass, external
 from ft_deepspeed.calls import Call, copied, tensors_of
 from ft_deepspeed.dealing import POLICY
+from ft_deepspeed.module_state import modes, set_modes
 
 _LOOKED_AT = 8
 """Numbers of each weight that are compared."""
@@ -166,7 +167,7 @@ class Pass(Call):
         super().__init__(engine, method, args, kwargs)
         self.kind = f"reference {number}"
         self._saved: Any = None
-        self._training = engine.module.training
+        self._modes = modes(engine.module.modules())
 
     def execute(self) -> Any:
         """With the script's own inputs."""
@@ -179,8 +180,7 @@ class Pass(Call):
         """With copies of them."""
         if self._saved is None:  # interrupted before it had begun
             return self.execute()
-        if self.engine.module.training != self._training:
-            self.engine.module.train(self._training)
+        set_modes(self._modes)
         return self._made(*copied(self._saved))
 
     def _made(self, args: Any, kwargs: Any) -> Any:

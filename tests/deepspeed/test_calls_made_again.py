@@ -72,7 +72,7 @@ class Engine:
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=rate)
         self._config = SimpleNamespace(gradient_accumulation_steps=1)
         self.micro_batches = 1
-        nothing = SimpleNamespace(capture=dict, restore=lambda changed: None)
+        nothing = SimpleNamespace(capture=dict, restore=lambda changed: None, modes=list)
         self.ft_protection = SimpleNamespace(module=nothing)
 
     def gradient_accumulation_steps(self) -> int:

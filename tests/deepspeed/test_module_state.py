@@ -20,7 +20,7 @@ import torch
 
 from ft_core.state import envelope
 from ft_deepspeed import schedule, values
-from ft_deepspeed.module_state import _DEEPSPEED, ModuleState
+from ft_deepspeed.module_state import _DEEPSPEED, ModuleState, set_modes
 
 
 def carried(changed: dict[str, Any]) -> dict[str, Any]:
@@ -248,6 +248,32 @@ class Later(torch.nn.Module):
             self.count = 0
         self.count += 1
         self.seen[self.count] += 1
+
+
+def test_a_rate_of_torchs_modules_that_the_script_sets() -> None:
+    """Where a pass is made again it is that of the pass."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.0), torch.nn.BatchNorm1d(2))
+    state = ModuleState(model)
+    model[1].p, model[2].momentum = 0.1, 0.5
+    before = state.capture()
+    assert before == {"1.p": 0.1, "2.momentum": 0.5}
+    model[1].p = 0.2
+    for changed in (before, carried(before)):
+        state.restore(changed)
+        assert (model[1].p, model[2].momentum, model[2].eps) == (0.1, 0.5, 1e-5)
+    state.restore({})
+    assert (model[1].p, model[2].momentum) == (0.0, 0.1)
+
+
+def test_parts_that_do_not_train() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    state = ModuleState(model)
+    model[1].eval()
+    found = state.modes()
+    for training in (False, True):
+        model.train(training)
+        set_modes(found)
+        assert [part.training for part in model.modules()] == [True, True, False]
 
 
 def test_what_the_first_pass_makes() -> None:

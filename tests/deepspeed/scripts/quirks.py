@@ -53,6 +53,7 @@ class Model(torch.nn.Module):
         self.calls, self.longest, self.temperature, self.training_steps = 0, 0, 1.0, 0
         self.shared, self.sizes, self.newest = {"passes": 0}, Counter(), deque([0.0], 3)
         self.scale, self.by_size = Scale(self.shared), defaultdict(int)
+        self.dropout, self.frozen = torch.nn.Dropout(0.0), torch.nn.Dropout(0.9)
         self.register_buffer("mean", torch.zeros(()), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -65,7 +66,7 @@ class Model(torch.nn.Module):
         self.longest = max(self.longest, len(x))
         for layer in self.layers:
             if np.random.rand() + random.random() + GENERATOR.random() > 0.9:
-                x = torch.tanh(layer(x))
+                x = self.frozen(self.dropout(torch.tanh(layer(x))))
         self.mean.mul_(0.9).add_(0.1 * x.detach().mean())
         x = self.scale(x) * (1 + 1e-3 * (sum(self.newest) + self.training_steps))
         return (x - self.mean) * (1 + 0.01 * self.calls) / self.longest / self.temperature
@@ -123,12 +124,13 @@ for step in range(1, args.train_iters + 1):
     if step % 4 == 0:
         order = np.random.permutation(64)
         random.shuffle(runs)
-    model.temperature = 1 + step / 10
+    model.temperature, model.dropout.p = 1 + step / 10, 0.02 * step
     for micro in range(gas):
         drawn = torch.Generator().manual_seed(int(order[(step * gas + micro) % 64]) + rank)
         size = 9 if step == 2 else 4
         x, y = torch.randn(size, 16, generator=drawn), torch.randn(size, 16, generator=drawn)
         engine.train(micro > 0)  # not that it matters
+        model.frozen.eval()
         loss = (engine(x.to(engine.device)).float() - y.to(engine.device)).square().mean()
         if args.gradients:
             loss = loss + 1e-3 * sum(p.square().sum() for p in model.parameters())
