@@ -18,6 +18,8 @@ from ft_deepspeed.zero import inner_optimizer
 
 _FLAGS = ("_is_gradient_accumulation_boundary", "inside_no_sync_ctxt", "_manual_backward_expected")
 """What the script sets on the engine around its calls."""
+_ATTENTION = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
+"""Kernels that `torch.nn.attention.sdpa_kernel` chooses from."""
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 """What a script may change of its configuration in training."""
 
@@ -33,6 +35,7 @@ class Context:
     rng: dict[str, Any]
     hyper: list[dict[str, Any]]
     modes: Modes
+    attention: dict[str, bool]
     flags: dict[str, bool | None]
     grad: bool
     autocast: tuple[bool, torch.dtype]
@@ -51,6 +54,7 @@ class Context:
             rng=rng.capture(),
             hyper=copy.deepcopy([hyper_parameters(g) for g in inner_optimizer(engine).param_groups]),
             modes=engine.ft_protection.module.modes(),
+            attention=_attention(),
             flags={name: getattr(engine, name) for name in _FLAGS if hasattr(engine, name)},
             grad=torch.is_grad_enabled(),
             autocast=(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
@@ -66,6 +70,7 @@ class Context:
         for group, hyper in zip(inner_optimizer(engine).param_groups, self.hyper, strict=True):
             restore_group(group, hyper)
         set_modes(self.modes)
+        _set_attention(self.attention)
         for owner, values in ((engine, self.flags), (engine._config, self.batch)):
             for name, value in values.items():
                 setattr(owner, name, value)
@@ -86,3 +91,12 @@ class Context:
             torch.autocast(device, dtype=dtype, enabled=enabled),
         ):
             yield
+
+
+def _attention() -> dict[str, bool]:
+    return {name: getattr(torch.backends.cuda, f"{name}_enabled")() for name in _ATTENTION}
+
+
+def _set_attention(enabled: dict[str, bool]) -> None:
+    for name, value in enabled.items() - _attention().items():
+        getattr(torch.backends.cuda, f"enable_{name}")(value)

@@ -38,7 +38,7 @@ class Gradients:
     """The gradients of one engine, from when a call returns to when the next one begins."""
 
     def __init__(self, engine: Any) -> None:
-        self._parameters = [p for p in engine.module.parameters() if p.requires_grad]
+        self._parameters = list(engine.module.parameters())  # those, too, that do not train yet
         self._marks: list[tuple[int, int]] | None = None
         self._norms: torch.Tensor | None = None
         self._reads = _READ

@@ -37,8 +37,8 @@ _COUNT = "micro_offset"
 
 _OF_OPTIMIZER = "optimizer."
 
-Modes = list[tuple[torch.nn.Module, bool]]
-"""Modules, and whether each is in training mode."""
+Modes = list[tuple[Any, str, bool]]
+"""Modules and parameters, and what each has in the attribute that says whether it trains."""
 Place = tuple[str, dict[str, Any], str]
 """Its name, and the dictionary and key that it is found by."""
 
@@ -63,7 +63,7 @@ class ModuleState:
 
     def __init__(self, module: torch.nn.Module, optimizer: Any = None, schedule: Any = None) -> None:
         """`module`: as the script begins training with it. `optimizer`, `schedule`: those that step it."""
-        self._all = list(module.modules())
+        self._all, self._parameters = list(module.modules()), list(module.parameters())
         self._modules = [
             (name, part)
             for name, part in module.named_modules()
@@ -105,8 +105,8 @@ class ModuleState:
         self._began = self._look.objects
 
     def modes(self) -> Modes:
-        """Which parts of the model train: some may be kept in evaluation mode all the time."""
-        return modes(self._all)
+        """Which parts of the model train: some may be kept in evaluation mode all the time, or be frozen."""
+        return modes(self._all) + [(p, "requires_grad", p.requires_grad) for p in self._parameters]
 
     def capture(self) -> Captured:
         """What is other than it was in the beginning, by name."""
@@ -196,14 +196,14 @@ def _is_torchs(optimizer: Any) -> bool:
 
 def modes(parts: Iterable[torch.nn.Module]) -> Modes:
     """In what mode they are."""
-    return [(part, part.training) for part in parts]
+    return [(part, "training", part.training) for part in parts]
 
 
 def set_modes(found: Modes) -> None:
     """Put them back into the mode that they were in."""
-    for part, training in found:
-        if part.training != training:
-            part.training = training
+    for part, name, value in found:
+        if getattr(part, name) != value:
+            setattr(part, name, value)
 
 
 def _is_torchs_module(part: torch.nn.Module) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ft_core.errors import EpochChanged
 from ft_deepspeed.calls import Batch
@@ -90,6 +91,18 @@ def test_what_the_script_sets_between_two_steps_is_as_it_was_for_the_first() -> 
     context.apply(engine)
     assert engine.optimizer.param_groups[0]["lr"] is rate and rate.item() == 0.5
     assert engine.micro_batches == engine.gradient_accumulation_steps() == 1
+
+
+def test_a_pass_is_made_again_with_the_kernels_that_it_was_made_with() -> None:
+    engine, all_there = Engine(), Context.capture(Engine()).attention
+    with sdpa_kernel(SDPBackend.MATH):
+        context = Context.capture(engine)
+    after = Context.capture(engine)
+    assert after.attention == all_there != context.attention
+    context.apply(engine)
+    assert [name for name, on in Context.capture(engine).attention.items() if on] == ["math_sdp"]
+    after.apply(engine)
+    assert Context.capture(engine).attention == all_there
 
 
 class Late(torch.nn.Module):

@@ -268,12 +268,13 @@ def test_a_rate_of_torchs_modules_that_the_script_sets() -> None:
 def test_parts_that_do_not_train() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     state = ModuleState(model)
-    model[1].eval()
+    model[1].eval(), model[0].weight.requires_grad_(False)
     found = state.modes()
     for training in (False, True):
-        model.train(training)
+        model.train(training).requires_grad_(training)
         set_modes(found)
         assert [part.training for part in model.modules()] == [True, True, False]
+        assert [p.requires_grad for p in model.parameters()] == [False, True, True, True]
 
 
 def test_what_the_first_pass_makes() -> None:
