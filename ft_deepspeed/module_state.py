@@ -82,7 +82,8 @@ class ModuleState:
         self._present: frozenset[str] = frozenset()
         self._sizes: list[int] = []
         self._seen: list[Any] = []
-        """What was found last at each place, and what was taken of it."""
+        """What was found last at each place, what was in it, and what was taken of it."""
+        self._flat: list[values.Flat | None] = []
         self._taken: list[Any] = []
         self._first: dict[str, Any] = {}
         self._changed: dict[str, Any] = {}
@@ -167,18 +168,23 @@ class ModuleState:
         self._present = frozenset(prefix + key for prefix, space in self._spaces.items() for key in space)
         self._places += self._schedule
         self._seen = [MISSING] * len(self._places)
+        self._flat = [None] * len(self._places)
         self._taken = [MISSING] * len(self._places)
         self._changed = {}
 
     def _take(self) -> None:
         self._look = look = values.Look(self._look)
-        seen, taken = self._seen, self._taken
+        seen, flat, taken = self._seen, self._flat, self._taken
         for at, (name, space, key) in enumerate(self._places):
             value = space.get(key, MISSING)
-            if value is seen[at] and type(value) in FIXED:  # nearly all of them
-                continue
+            if value is seen[at]:
+                if type(value) in FIXED:  # nearly all of them
+                    continue
+                if (content := flat[at]) is not None and look.is_unchanged(value, content, (name,)):
+                    continue
             seen[at] = value
             found = look.taken(value, (name,))
+            flat[at] = values.flat(value) if values.is_first(found) else None
             if found is MISSING and value is not MISSING and name in self._first:
                 found = values.LEFT
             if found is taken[at] and found is not MISSING:

@@ -13,6 +13,7 @@ import dataclasses
 import enum
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
+from operator import is_
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,6 +90,21 @@ def _room(value: Any, depth: int, room: int) -> int:
     return room
 
 
+Flat = tuple[tuple[Any, ...], ...]
+"""What was in a container, if that was numbers and text alone: nearly all are such, and do not change."""
+
+
+def flat(value: Any) -> Flat | None:
+    """What is in it, for `Look.is_unchanged`."""
+    if type(value) is dict:
+        content: Flat = (*value,), (*value.values(),)
+    elif type(value) is list:
+        content = ((*value,),)
+    else:
+        return None
+    return content if all(type(each) in FIXED for part in content for each in part) else None
+
+
 class Look:
     """All values at one time."""
 
@@ -111,6 +127,17 @@ class Look:
             self._others.add(id(value))
             return MISSING
         return self._take(value, path)
+
+    def is_unchanged(self, value: Any, content: Flat, path: Path) -> bool:
+        """Whether it still has that content, and was met nowhere else: then what was taken of it is right."""
+        if id(value) in self._paths or len(value) != len(content[0]):
+            return False
+        if not all(map(is_, value, content[0])):
+            return False
+        if len(content) > 1 and not all(map(is_, value.values(), content[1])):
+            return False
+        self._paths[id(value)], self.objects[path] = path, value
+        return True
 
     def _take(self, value: Any, path: Path) -> Any:
         if type(value) in FIXED:
@@ -147,6 +174,11 @@ class Look:
         if not inference:
             self._copies[path] = value, value._version, taken
         return taken
+
+
+def is_first(taken: Any) -> bool:
+    """Whether that is a container's content, and not where the same container was met first."""
+    return isinstance(taken, (dict, list)) and _SAME not in taken
 
 
 class Giving:

@@ -420,6 +420,34 @@ def test_what_many_modules_have_is_looked_at_once(monkeypatch: pytest.MonkeyPatc
     assert len([value for value, *_ in looked if value is shared]) == 1
 
 
+def test_what_does_not_change_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is equal, but something else, has changed."""
+    shared = {"r": 1}
+    model = torch.nn.ModuleList(Reader(kept) for kept in ({"r": 1}, [1, "a"], {}, shared, shared))
+    state = ModuleState(model)
+    looked, is_plain = [], values.is_plain
+    monkeypatch.setattr(values, "is_plain", lambda *args: looked.append(args) or is_plain(*args))
+    assert state.capture() == {} and looked == []
+    changes: list[Callable[[], Any]] = [
+        lambda: model[0].shared.update(r=True),
+        lambda: model[1].shared.reverse(),
+        lambda: model[2].shared.update(a=1),
+        lambda: model[3].shared.update(r=1.0),
+        lambda: setattr(model[3], "shared", model[0].shared),
+    ]
+    for at, change in enumerate(changes):
+        change()
+        assert f"{min(at, 3)}.shared" in state.capture()
+        state.capture()
+        assert looked
+        looked.clear()
+    captured = state.capture()
+    assert captured["3.shared"] == {"ft/same": ["0.shared"]} and captured["4.shared"] == {"r": 1.0}
+    model[0].shared["r"] = 7
+    state.restore(captured)
+    assert model[0].shared is model[3].shared and model[0].shared == {"r": True}
+
+
 def test_a_container_of_large_tensors_is_left_alone() -> None:
     """Each version would have them as text."""
     half = torch.zeros(20 << 10, dtype=torch.uint8)
