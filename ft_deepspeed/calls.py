@@ -46,6 +46,8 @@ class Call:
     def __init__(self, engine: Any, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.engine, self.method, self.args, self.kwargs = engine, method, args, kwargs
         self.version = -1
+        self.given = False
+        """Whether the script has what it returns."""
         self.context: Context | None = None
         self.again: str = ""
         """Why this call cannot be made again, if so."""
@@ -111,7 +113,7 @@ class Forward(Call):
             return self.execute()
         args, kwargs = copied(self._saved)
         result = self.method(*args, **kwargs)
-        if self._node is None:
+        if self._node is None or not self.given:  # an error may come late, after the pass has returned
             return self._handed_out(result)
         if self.differentiated or self.boundary is not None:
             self._newest = _differentiable(result)

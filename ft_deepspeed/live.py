@@ -83,7 +83,7 @@ class Live:
             self._torn = max(self._torn, self._copied)
         self._pending = call
         result = self._persist(call)
-        self._pending = None
+        self._pending, call.given = None, True
         if call.kind == "backward":
             self._gradients.left()
         changes = script.position != session.version or isinstance(call, Load)

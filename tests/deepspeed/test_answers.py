@@ -320,7 +320,8 @@ class Engine:
     def calls(self, script: Any) -> tuple[Forward, Backward, list[torch.Tensor]]:
         """A pass, and back; and the gradients that are left."""
         forward = Forward(self, self.forward, (torch.arange(6.0).reshape(2, 3),), {})
-        loss = script(forward.execute(), self)
+        outputs, forward.given = forward.execute(), True
+        loss = script(outputs, self)
         backward = Backward(self, self.backward, (loss,), {}, [forward])
         backward.execute()
         return forward, backward, self.taken()
@@ -360,11 +361,27 @@ def test_a_backward_pass_is_as_it_is_without_us_and_can_be_made_again(script: An
             assert torch.equal(one, other)
 
 
+def test_a_pass_whose_error_comes_once_it_has_returned() -> None:
+    """As NCCL's do: the script is given what was made again, and its backward pass can be, too."""
+    found = Engine()
+    forward = Forward(found, found.forward, (torch.arange(6.0).reshape(2, 3),), {})
+    lost = forward.execute()
+    outputs, forward.given = forward.repeat(), True
+    assert forward.boundary is outputs["out"].grad_fn is not lost["out"].grad_fn
+    backward = Backward(found, found.backward, (outputs["out"].square().mean(),), {}, [forward])
+    backward.execute()
+    expected = found.taken()
+    forward.repeat(), backward.repeat()
+    assert all(map(torch.equal, found.taken(), expected))
+
+
 def test_a_backward_pass_that_is_interrupted_before_the_engines_part_and_in_the_middle() -> None:
     torch.manual_seed(0)
     found = Engine()
     passes = [Forward(found, found.forward, (torch.full((1, 3), x),), {}) for x in (1.0, 2.0)]
     losses = [p.execute()["out"].square().mean() for p in passes]
+    for each in passes:
+        each.given = True
     backward = Backward(found, found.backward, (sum(losses),), {}, passes)
     for each in passes:
         each.repeat()
