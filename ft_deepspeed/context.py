@@ -20,8 +20,15 @@ _FLAGS = ("_is_gradient_accumulation_boundary", "inside_no_sync_ctxt", "_manual_
 """What the script sets on the engine around its calls."""
 _ATTENTION = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
 """Kernels that `torch.nn.attention.sdpa_kernel` chooses from."""
-_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-"""What a script may change of its configuration in training."""
+_CONFIG = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
+"""What a script may change of its configuration in training: how many samples make a step, and the like."""
+_OPTIMIZER = ("clip_grad",)
+"""The same in DeepSpeed's optimizers."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +43,12 @@ class Context:
     hyper: list[dict[str, Any]]
     modes: Modes
     attention: dict[str, bool]
-    flags: dict[str, bool | None]
+    settings: list[dict[str, Any]]
+    """What the script sets, of each of `_owners`."""
     grad: bool
     autocast: tuple[bool, torch.dtype]
     whole: bool
     """Whether stage 3's small parameters are."""
-    batch: dict[str, Any]
-    """How many samples make a step."""
     module: dict[str, Any]
     """What the model has in its attributes."""
 
@@ -55,11 +61,10 @@ class Context:
             hyper=copy.deepcopy([hyper_parameters(g) for g in inner_optimizer(engine).param_groups]),
             modes=engine.ft_protection.module.modes(),
             attention=_attention(),
-            flags={name: getattr(engine, name) for name in _FLAGS if hasattr(engine, name)},
+            settings=[{n: getattr(of, n) for n in names if hasattr(of, n)} for of, names in _owners(engine)],
             grad=torch.is_grad_enabled(),
             autocast=(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
             whole=persistent.are_whole(engine),
-            batch={name: getattr(engine._config, name) for name in _BATCH if hasattr(engine._config, name)},
             module=engine.ft_protection.module.capture(),
         )
 
@@ -71,7 +76,7 @@ class Context:
             restore_group(group, hyper)
         set_modes(self.modes)
         _set_attention(self.attention)
-        for owner, values in ((engine, self.flags), (engine._config, self.batch)):
+        for (owner, _), values in zip(_owners(engine), self.settings, strict=True):
             for name, value in values.items():
                 setattr(owner, name, value)
         if hasattr(engine, "micro_batches"):  # a pipeline's own name for it
@@ -91,6 +96,10 @@ class Context:
             torch.autocast(device, dtype=dtype, enabled=enabled),
         ):
             yield
+
+
+def _owners(engine: Any) -> tuple[tuple[Any, tuple[str, ...]], ...]:
+    return (engine, _FLAGS), (engine._config, _CONFIG), (engine.optimizer, _OPTIMIZER)
 
 
 def _attention() -> dict[str, bool]:

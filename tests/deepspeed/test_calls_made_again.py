@@ -82,15 +82,18 @@ class Engine:
 
 
 def test_what_the_script_sets_between_two_steps_is_as_it_was_for_the_first() -> None:
-    """A learning rate that is a tensor, and how many micro batches a pipeline's step has."""
+    """A learning rate that is a tensor, clipping, and how many micro batches a pipeline's step has."""
     engine = Engine()
     rate = engine.optimizer.param_groups[0]["lr"]
+    engine.optimizer.clip_grad = engine._config.gradient_clipping = 0.5
     context = Context.capture(engine)
     rate.fill_(1.0)
+    engine.optimizer.clip_grad = engine._config.gradient_clipping = 0.0
     engine._config.gradient_accumulation_steps = engine.micro_batches = 3
     context.apply(engine)
     assert engine.optimizer.param_groups[0]["lr"] is rate and rate.item() == 0.5
     assert engine.micro_batches == engine.gradient_accumulation_steps() == 1
+    assert engine.optimizer.clip_grad == engine._config.gradient_clipping == 0.5
 
 
 def test_a_pass_is_made_again_with_the_kernels_that_it_was_made_with() -> None:
