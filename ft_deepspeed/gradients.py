@@ -99,8 +99,8 @@ class Weights:
         self._samples: list[torch.Tensor] = []
         """Some bytes of each, where they are."""
         self._memory: list[int] = []
-        self._ended: tuple[int, list[int], list[torch.Tensor]] = -1, [], []
-        """The version that was made last, the marks of what else is in it, and those bytes."""
+        self._ended: tuple[int, list[torch.Tensor]] = -1, []
+        """The version that was made last, and those bytes in it."""
         self._of_the_model: set[int] = set()
         """Which ones passes themselves change, by their places."""
         self._before: torch.Tensor | None = None
@@ -110,18 +110,15 @@ class Weights:
     def _setting(self) -> None:
         self._sets += 1
 
-    def _of_others(self) -> list[int]:
-        """Equal while the script writes nothing to buffers and to the optimizer's state."""
-        found = [self._sets]
+    def _now(self) -> list[int]:
+        """Equal while the script writes nothing."""
+        found = [self._sets, *(p._version for p in self._parameters)]
         states = (kept for optimizer in self._optimizers for kept in optimizer.state.values())
         kept = [value for state in states for value in state.values()]
         for value in (*kept, *(buffers.get(name) for buffers, name in self._buffers)):
             if isinstance(value, torch.Tensor):
                 found += (id(value), value._version)
         return found
-
-    def _now(self) -> list[int]:
-        return [*self._of_others(), *(p._version for p in self._parameters)]
 
     def left(self, changes: bool = False) -> None:
         """A call has returned, and the script goes on. `changes`: it is one that changes them."""
@@ -134,19 +131,25 @@ class Weights:
                 own = (self._before != norms).nonzero().flatten().tolist()
                 if not self._of_the_model.issuperset(own):
                     self._of_the_model.update(own)
-                    self._memory, self._ended = [], (-1, [], [])
+                    self._memory, self._ended = [], (-1, [])
 
     def step_ended(self, version: int) -> None:
         """The state is that version."""
-        self._ended = version, self._of_others(), self._sampled()
+        self._ended = version, self._sampled()
+
+    def restored(self, version: int, between: bool) -> None:
+        """That version was loaded, which is no doing of the script's; `between`: two of its calls."""
+        self.step_ended(version)
+        self._marks = self._now() if between else None
 
     def differ(self, version: int) -> bool:
-        """Whether they are others than when the step ended that made that version, however it was done."""
-        ended, marks, before = self._ended
-        if ended != version:
-            return False
-        now = self._sampled()
-        return marks != self._of_others() or len(before) != len(now) or not all(map(_equal, before, now))
+        """Whether weights are others than when the step ended that made that version, however it was done, or
+        anything was written since a call has returned."""
+        ended, before = self._ended
+        now = self._sampled() if ended == version else before
+        if len(before) != len(now) or not all(map(_equal, before, now)):
+            return True
+        return self._marks is not None and self._marks != self._now()
 
     def _sampled(self) -> list[torch.Tensor]:
         if self._memory != (memory := [p.data_ptr() for p in self._parameters]):

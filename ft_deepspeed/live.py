@@ -62,7 +62,7 @@ class Live:
         self._between = None
         self._copied = self._torn = -1
         self._recovering = self._written = False
-        self._weights.step_ended(self._script.position)
+        self._weights.restored(self._script.position, between=True)
 
     # -- a call ------------------------------------------------------------------------------------
 
@@ -225,7 +225,7 @@ class Live:
         if self._between is not None:
             self._between.apply(self._engine)
             self._between = None
-        self._weights.step_ended(self._session.version)
+        self._weights.restored(self._session.version, between=self.is_between)
         self._recovering = False
 
     def _repeat(self, call: Call) -> None:

@@ -481,6 +481,10 @@ def test_buffers_that_the_script_changes(change: Any) -> None:
     found.module.hidden.add_(1)
     assert not looked.differ(7) and not looked.changed()
     looked.left()
+    change(found.module)  # by a recovery
+    looked.restored(7, between=True)
+    assert not looked.differ(7) and not looked.changed()
+    looked.left()
     change(found.module)
     assert looked.differ(7) and looked.changed()
 
