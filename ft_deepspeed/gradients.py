@@ -23,6 +23,8 @@ WRITTEN = (
     "run again"
 )
 
+BY_PASS = "its model's passes change weights, so they must run again from a version that was copied"
+
 TORN = "its script has written weights, for the first time, while they were copied"
 
 _READ = 3
@@ -102,17 +104,18 @@ class Weights:
         self._ended: tuple[int, list[torch.Tensor]] = -1, []
         """The version that was made last, and those bytes in it."""
         self._of_the_model: set[int] = set()
-        """Which ones passes themselves change, by their places."""
+        """Which ones passes themselves change, by their places: averages of others, say."""
+        self._began: list[int] | None = None
         self._before: torch.Tensor | None = None
-        """Their norms when the call began that is under way."""
+        """Their versions and norms when the call began that is under way."""
         _tell_of_setting(engine, patched.SET_STATES, patched.SET_STATE, self._setting)
 
     def _setting(self) -> None:
         self._sets += 1
 
-    def _now(self) -> list[int]:
-        """Equal while the script writes nothing."""
-        found = [self._sets, *(p._version for p in self._parameters)]
+    def marks(self) -> list[int]:
+        """Equal while nothing is written."""
+        found = [self._sets, *self._versions()]
         states = (kept for optimizer in self._optimizers for kept in optimizer.state.values())
         kept = [value for state in states for value in state.values()]
         for value in (*kept, *(buffers.get(name) for buffers, name in self._buffers)):
@@ -120,18 +123,27 @@ class Weights:
                 found += (id(value), value._version)
         return found
 
-    def left(self, changes: bool = False) -> None:
-        """A call has returned, and the script goes on. `changes`: it is one that changes them."""
-        self._marks = self._now()
+    def _versions(self) -> list[int]:
+        return [p._version for p in self._parameters]
+
+    def left(self, changes: bool = False) -> bool:
+        """A call has returned, and the script goes on. `changes`: it is one that changes them. Returns whether it
+        is a pass, and has changed some that none was seen to change before."""
+        self._marks = self.marks()
         self._wary = max(0, self._wary - 1)
+        own: set[int] = set()
+        if self._began is not None and not changes and self._began != (versions := self._versions()):
+            own = {at for at, before in enumerate(self._began) if before != versions[at]}
         if self._reads:
             self._reads -= 1
             self._norms = norms = _norm(self._parameters)
             if self._before is not None and not changes:
-                own = (self._before != norms).nonzero().flatten().tolist()
-                if not self._of_the_model.issuperset(own):
-                    self._of_the_model.update(own)
-                    self._memory, self._ended = [], (-1, [])
+                own |= {*(self._before != norms).nonzero().flatten().tolist()}
+        if self._of_the_model.issuperset(own):
+            return False
+        self._of_the_model |= own
+        self._memory, self._ended = [], (-1, [])
+        return True
 
     def step_ended(self, version: int) -> None:
         """The state is that version."""
@@ -140,16 +152,18 @@ class Weights:
     def restored(self, version: int, between: bool) -> None:
         """That version was loaded, which is no doing of the script's; `between`: two of its calls."""
         self.step_ended(version)
-        self._marks = self._now() if between else None
+        self._marks = self.marks() if between else None
 
     def differ(self, version: int) -> bool:
         """Whether weights are others than when the step ended that made that version, however it was done, or
-        anything was written since a call has returned."""
+        anything was written since a call has returned, or by the one that is interrupted."""
+        if self._marks is None and self._began not in (None, self._versions()):
+            return True
         ended, before = self._ended
         now = self._sampled() if ended == version else before
         if len(before) != len(now) or not all(map(_equal, before, now)):
             return True
-        return self._marks is not None and self._marks != self._now()
+        return self._marks is not None and self._marks != self.marks()
 
     def _sampled(self) -> list[torch.Tensor]:
         if self._memory != (memory := [p.data_ptr() for p in self._parameters]):
@@ -164,19 +178,25 @@ class Weights:
         """The script makes another call: whether it has changed them since the one before."""
         marks, norms = self._marks, self._norms
         self._marks = self._norms = self._before = None
+        self._began = self._versions()
         if marks is None:
             return False
         if norms is not None:
             self._before = _norm(self._parameters)
             self._always = self._always or not torch.equal(norms, self._before)
-        found = self._always or marks != self._now()
+        found = self._always or marks != self.marks()
         self._wary = _CALLS if found else self._wary
         return found
 
     @property
+    def passes_write(self) -> bool:
+        """Whether some pass has changed any."""
+        return bool(self._of_the_model)
+
+    @property
     def may_be_written(self) -> bool:
-        """Whether the script does so at present, or has yet to show whether it does."""
-        return self._wary > 0
+        """Whether the script does so at present, or has yet to show whether it does, or its passes do."""
+        return self._wary > 0 or self.passes_write
 
 
 def _tell_of_setting(

@@ -14,7 +14,7 @@ from ft_core.patching import replaced
 from ft_deepspeed import counters, patched, zero
 from ft_deepspeed.calls import RETURNED, Backward, Batch, Call, CannotRepeat, Direct, Forward, Load, Step
 from ft_deepspeed.context import Context
-from ft_deepspeed.gradients import CHANGED, TORN, WRITTEN, Gradients, Weights
+from ft_deepspeed.gradients import BY_PASS, CHANGED, TORN, WRITTEN, Gradients, Weights
 from ft_deepspeed.protected_state import ProtectedState
 from ft_deepspeed.script import Script
 from ft_deepspeed.tape import Tape
@@ -81,13 +81,17 @@ class Live:
         if self._weights.changed():
             call.again = call.again or WRITTEN
             self._torn = max(self._torn, self._copied)
+        if isinstance(call, Forward) and self._weights.passes_write:
+            call.again = call.again or BY_PASS
         self._pending = call
         result = self._persist(call)
         self._pending, call.given = None, True
         if call.kind == "backward":
             self._gradients.left()
         changes = script.position != session.version or isinstance(call, Load)
-        self._weights.left(changes)
+        if self._weights.left(changes):
+            call.again = call.again or BY_PASS
+            self._torn = max(self._torn, self._copied)
         if changes:
             self._weights.step_ended(session.version)
         if isinstance(call, Forward) and call.boundary is not None:
@@ -109,7 +113,9 @@ class Live:
                 session.check_epoch()
                 before = in_place.issued
                 numbers = counters.read(self._engine)
+                marks = self._weights.marks() if call.evaluates else []
                 result = self.perform(call, action)
+                wrote = call.evaluates and marks != self._weights.marks()
                 communicated = in_place.issued > before
                 if communicated:
                     session.exchanged()  # the script's part is not run again
@@ -121,7 +127,7 @@ class Live:
                     self._script.kept = Kept.capture()
                     self._step_done()
                 differentiable = isinstance(call, Forward) and call.boundary is not None
-                if not call.evaluates or communicated:
+                if not call.evaluates or communicated or wrote:
                     self._tape.record(call)
                 elif differentiable:
                     self._tape.record_while_there(call)
