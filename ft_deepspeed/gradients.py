@@ -101,8 +101,9 @@ class Weights:
         self._samples: list[torch.Tensor] = []
         """Some bytes of each, where they are."""
         self._memory: list[int] = []
-        self._ended: tuple[int, list[torch.Tensor]] = -1, []
-        """The version that was made last, and those bytes in it."""
+        self._ended: dict[int, list[torch.Tensor]] = {}
+        self._left: dict[int, list[torch.Tensor]] = {}
+        """By version: those bytes when the step had ended that made it, and when the next began."""
         self._of_the_model: set[int] = set()
         """Which ones passes themselves change, by their places: averages of others, say."""
         self._began: list[int] | None = None
@@ -127,8 +128,8 @@ class Weights:
         return [p._version for p in self._parameters]
 
     def left(self, changes: bool = False) -> bool:
-        """A call has returned, and the script goes on. `changes`: it is one that changes them. Returns whether it
-        is a pass, and has changed some that none was seen to change before."""
+        """A call has returned, and the script goes on. `changes`: it is one that changes them. Returns
+        whether it is a pass, and has changed some that none was seen to change before."""
         self._marks = self.marks()
         self._wary = max(0, self._wary - 1)
         own: set[int] = set()
@@ -142,12 +143,15 @@ class Weights:
         if self._of_the_model.issuperset(own):
             return False
         self._of_the_model |= own
-        self._memory, self._ended = [], (-1, [])
+        self._memory, self._ended, self._left = [], {}, {}
         return True
 
     def step_ended(self, version: int) -> None:
         """The state is that version."""
-        self._ended = version, self._sampled()
+        if not self._always and self.were_written(version - 1):  # a step later: devices are done with that
+            self._always = True
+        self._ended[version] = self._sampled()
+        self._left.pop(version, None)
 
     def restored(self, version: int, between: bool) -> None:
         """That version was loaded, which is no doing of the script's; `between`: two of its calls."""
@@ -159,11 +163,21 @@ class Weights:
         anything was written since a call has returned, or by the one that is interrupted."""
         if self._marks is None and self._began not in (None, self._versions()):
             return True
-        ended, before = self._ended
-        now = self._sampled() if ended == version else before
-        if len(before) != len(now) or not all(map(_equal, before, now)):
+        if version in self._ended and not _alike(self._ended[version], self._sampled()):
             return True
         return self._marks is not None and self._marks != self.marks()
+
+    def were_written(self, version: int) -> bool:
+        """Whether the script has written weights since the step ended that made that version, and before its
+        newest step began."""
+        both = (v for v in self._left if v >= version and v in self._ended)
+        return not all(_alike(self._ended[v], self._left[v]) for v in both)
+
+    def forget_before(self, version: int) -> None:
+        """No recovery goes back further."""
+        for kept in (self._ended, self._left):
+            for older in [v for v in kept if v < version]:
+                del kept[older]
 
     def _sampled(self) -> list[torch.Tensor]:
         if self._memory != (memory := [p.data_ptr() for p in self._parameters]):
@@ -179,6 +193,8 @@ class Weights:
         marks, norms = self._marks, self._norms
         self._marks = self._norms = self._before = None
         self._began = self._versions()
+        if self._ended and (version := max(self._ended)) not in self._left:
+            self._left[version] = self._sampled()
         if marks is None:
             return False
         if norms is not None:
@@ -196,7 +212,7 @@ class Weights:
     @property
     def may_be_written(self) -> bool:
         """Whether the script does so at present, or has yet to show whether it does, or its passes do."""
-        return self._wary > 0 or self.passes_write
+        return self._wary > 0 or self._always or self.passes_write
 
 
 def _tell_of_setting(
@@ -226,8 +242,11 @@ def _sample(weight: torch.Tensor) -> torch.Tensor:
     return data[data.numel() // 2 :][:_SAMPLED]
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.device == other.device and one.shape == other.shape and torch.equal(one, other)
+def _alike(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(
+        a.device == b.device and a.shape == b.shape and torch.equal(a, b)
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 def _norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -99,6 +99,7 @@ class Live:
         if script.position != session.version:  # a step is complete here
             script.reached(session.version)
             self._tape.forget_before(session.oldest_version)
+            self._weights.forget_before(session.oldest_version)
             if self._weights.may_be_written:
                 session.end_copying()
             self._copied = session.version if session.copying else -1
@@ -216,7 +217,7 @@ class Live:
         """Why this worker's script cannot get from `version` to where it is, if so."""
         if version == self._torn:
             self._session.in_place.cannot_pass(TORN)
-        if self._written:
+        if self._written or self._weights.were_written(version):
             return WRITTEN
         return self._tape.objection(version, self._pending)
 

@@ -468,6 +468,26 @@ def test_optimizer_state_that_the_script_changes(function: str) -> None:
     assert called == [1] * ("hp_param" in function)
 
 
+def test_weights_that_the_script_changes_late_and_unseen_by_torch() -> None:
+    """It is known by the time of a failure, in which steps it did."""
+    found = Engine()
+    looked = Weights(found)
+    for version in range(42):
+        looked.step_ended(version)
+        if version >= 40:
+            found.module.weight.data.mul_(0.9)
+        assert looked.changed() is (version == 41)
+        assert version < 30 or looked.may_be_written is (version == 41)
+        found.module.weight.data.add_(1)  # the step
+        looked.left(changes=True)
+    looked.forget_before(38)
+    assert looked.were_written(38) and looked.were_written(41) and not looked.were_written(42)
+    looked.forget_before(40)
+    looked.step_ended(40)  # done again
+    looked.step_ended(41)
+    assert not looked.were_written(38) and [*looked._ended] == [40, 41]
+
+
 @pytest.mark.parametrize("change", [lambda m: m.seen.add_(1), lambda m: setattr(m, "seen", torch.ones(2))])
 def test_buffers_that_the_script_changes(change: Any) -> None:
     found = Engine()
@@ -521,7 +541,7 @@ def test_weights_that_are_others_than_when_the_step_ended() -> None:
     for weight in (*model[0].parameters(), *model[1].parameters(), model.rounded):
         before = weight.data.clone()
         weight.data.copy_(torch.randn(weight.shape))
-        assert looked.differ(7) and not looked.differ(8)
+        assert looked.differ(7) and not looked.differ(8) and not looked.were_written(7)
         weight.data.copy_(before)
         assert not looked.differ(7)
         weight.data = torch.ones_like(before)  # other memory
