@@ -349,12 +349,12 @@ class WritesState:
     """Training of a script that writes weights, buffers and the optimizer's state between steps."""
 
     stage: int
-    buffers: bool = False
-    """Whether it writes those alone."""
+    only: str = ""
+    """What writes; by default all."""
     dp: int = 2
 
     def __str__(self) -> str:
-        return f"writes-state-zero{self.stage}" + "-buffers" * self.buffers
+        return f"writes-state-zero{self.stage}{self.only}"
 
     @property
     def world(self) -> int:
@@ -373,7 +373,7 @@ class WritesState:
         }
         path = write_config(str(self), config, protected)
         flags = [f"--deepspeed_config={path}", f"--train-iters={iterations}"]
-        return [*flags, *["--buffers"] * self.buffers]
+        return [*flags, *[f"--only={self.only}"] * bool(self.only)]
 
     def environment(self) -> dict[str, str]:
         return variables()

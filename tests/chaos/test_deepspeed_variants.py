@@ -67,7 +67,11 @@ def test_variant(training: Training, injected: str, tmp_path):
     assert result.recoveries == injected.count("@")
 
 
-@pytest.mark.parametrize("training", [*map(WritesState, (0, 1, 3)), WritesState(2, buffers=True)], ids=str)
+@pytest.mark.parametrize(
+    "training",
+    [*map(WritesState, (0, 1, 3)), WritesState(2, only="buffers"), WritesState(1, only="passes")],
+    ids=str,
+)
 def test_state_that_the_script_writes_between_steps(training: WritesState, tmp_path: Path) -> None:
     """Which is not done again for it where it is."""
     injected = "1@between:4:worker,0@forward:6:worker,1@d2h:10:worker"

@@ -17,20 +17,24 @@ from digest import digest
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--train-iters", type=int)
-parser.add_argument("--buffers", action="store_true", help="write those alone")
+parser.add_argument("--only", choices=["buffers", "passes"], help="what writes: the model's passes do, too")
 parser.add_argument("--deepspeed_config")
 args = parser.parse_args()
 
 
 class Model(torch.nn.Sequential):
-    """With a buffer that the script sets."""
+    """With a buffer that the script sets, and an average that passes make, whatever they are for."""
 
     def __init__(self) -> None:
         super().__init__(torch.nn.Linear(16, 32), torch.nn.Tanh(), torch.nn.Linear(32, 16))
         self.register_buffer("scale", torch.ones(2))
+        self.average = torch.nn.Parameter(torch.zeros(16), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.scale.sum()
+        if args.only == "passes":
+            with torch.no_grad():
+                self.average.mul_(0.9).add_(self[2].bias, alpha=0.1)
+        return super().forward(x) * self.scale.sum() + self.average
 
 
 deepspeed.init_distributed()
@@ -45,19 +49,21 @@ first, last = model[0].weight, model[2].weight
 for step in range(1, args.train_iters + 1):
     drawn = torch.Generator().manual_seed(100 * step + rank)
     x, y = torch.randn(4, 16, generator=drawn), torch.randn(4, 16, generator=drawn)
-    if step % 3 == 1:
+    if step % 3 == 1 and args.only != "passes":
         model.scale.mul_(1.1)
     loss = (engine(x.to(engine.device)) - y.to(engine.device)).square().mean()
     engine.backward(loss)
     engine.step()
-    if args.buffers:
-        pass
+    if args.only:
+        engine.eval()
+        engine(x.to(engine.device))
+        engine.train()
     elif stage == 3:
         with deepspeed.zero.GatheredParameters([first], modifier_rank=0):
             if rank == 0:
                 first.data.clamp_(-0.2, 0.2)
         safe_set_full_fp32_param(last, torch.full(last.ds_shape, 0.01 * step))
-    if args.buffers or step % 2:
+    if args.only or step % 2:
         pass
     elif stage:
         shape = getattr(first, "ds_shape", first.shape)
