@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils import _pytree as pytree
 
 from ft_core.adapter import StateTensor
 from ft_core.errors import ConfigError, CorruptSnapshot
@@ -55,6 +56,15 @@ def keep(**objects: Any) -> None:
 def has(found: Any) -> bool:
     """Whether it is named now."""
     return any(found is one for one in _named.values())
+
+
+def covers(tensor: torch.Tensor) -> bool:
+    """Whether it is named now, or is part of what is named."""
+    states = (one.state_dict() for one in _named.values() if not isinstance(one, torch.Tensor))
+    parts = (part for state in states for part in pytree.tree_leaves(state))
+    return has(tensor) or any(
+        isinstance(part, torch.Tensor) and part.data_ptr() == tensor.data_ptr() for part in parts
+    )
 
 
 def names() -> list[str]:

@@ -70,6 +70,11 @@ class Call:
         return []
 
     @property
+    def trained(self) -> list[torch.Tensor]:
+        """What a backward pass gives gradients to beside the engine's weights, until it is done."""
+        return []
+
+    @property
     def ends_step(self) -> bool:
         """Before it is made: whether the state will be the next version after it."""
         return False
@@ -201,6 +206,11 @@ class Backward(Call):
         return [] if self._loss is None else [self._loss]
 
     @property
+    def trained(self) -> list[torch.Tensor]:
+        """The script's."""
+        return self._script.leaves
+
+    @property
     def loss(self) -> torch.Tensor:
         """The value that the script's loss had."""
         return self._value
@@ -255,6 +265,11 @@ class Direct(Call):
     def losses(self) -> list[torch.Tensor]:
         """The script's."""
         return self._losses
+
+    @property
+    def trained(self) -> list[torch.Tensor]:
+        """The script's."""
+        return self._script.leaves
 
     def _release(self) -> None:
         if not self.retained:
@@ -408,7 +423,7 @@ class ScriptPart:
 
     def __init__(self, losses: list[torch.Tensor], forwards: list[Forward], engine: Any) -> None:
         self._losses = losses
-        self.forwards, self._leaves, beside = _reached(losses, forwards, engine)
+        self.forwards, self.leaves, beside = _reached(losses, forwards, engine)
         self.objection = BESIDE if beside else ""
         for forward in self.forwards:
             forward.differentiated = True
@@ -430,8 +445,8 @@ class ScriptPart:
             edges = [edge for found in ends for edge in found]
             with torch.enable_grad():
                 found = iter(torch.autograd.grad(self._losses, edges, scales, True, allow_unused=True))
-                if self._leaves:  # the script trains something of its own
-                    torch.autograd.backward(self._losses, scales, True, inputs=self._leaves)
+                if self.leaves:  # the script trains something of its own
+                    torch.autograd.backward(self._losses, scales, True, inputs=self.leaves)
             for forward, those in zip(self.forwards, ends, strict=True):
                 forward.gradients = tuple(itertools.islice(found, len(those)))
         elif not all(known):
@@ -440,7 +455,7 @@ class ScriptPart:
 
     def release(self) -> None:
         """It will not be run again."""
-        self._losses, self._leaves = [], []
+        self._losses, self.leaves = [], []
         for forward in self.forwards:
             forward.release()
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from ft_core import kept
 from ft_core.errors import CorruptSnapshot, EpochChanged
 from ft_core.process.timeline import timeline
 from ft_deepspeed import counters, zero
@@ -25,6 +27,10 @@ from ft_deepspeed.unknown import DECIDES, Unknown
 
 log = logging.getLogger(__name__)
 
+TRAINS = (
+    "its script trains a tensor of shape {} itself, beside the engine, and its gradients are not computed "
+    "again (name it, and its optimizer: keep(...=...))"
+)
 _NEAR = 8
 """Steps that a newcomer's script passes with others waiting, rather than ask once more how far they are."""
 
@@ -51,6 +57,8 @@ class Newcomer:
         self._place: Any = None
         """Counters, random states and schedules where the script is: the engine is further on."""
         self._sample: Forward | None = None
+        self._trained: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        """What its passed steps would have given gradients to beside the engine's weights, and when first."""
         self._gap = math.inf
         """Steps that it was behind when it began to pass them, see `passes_ahead`."""
 
@@ -165,6 +173,7 @@ class Newcomer:
         session.in_place.passed()
         until, number, ends = self._way.until, script.number(call), call.ends_step
         try:
+            self._check_trained(call)
             result = call.answer(script.results, number)
             script.made_up.answered(result)
             script.made_up.known(call.losses)
@@ -210,6 +219,20 @@ class Newcomer:
             self._engine.lr_scheduler.step(**given)
         except TypeError:
             self._engine.lr_scheduler.step(self._engine.train_batch_size())
+
+    def _check_trained(self, call: Call) -> None:
+        """Refuse what the script itself trains by the loss, as its gradients are not computed here:
+        parameters, and what is there for longer than a step."""
+        for tensor in call.trained:
+            there, since = self._trained.get(id(tensor), (None, call.version))
+            if there is None or there() is not tensor:
+                there, since = weakref.ref(tensor), call.version
+                self._trained[id(tensor)] = there, since
+            lasts = isinstance(tensor, torch.nn.Parameter) or since < call.version
+            if lasts and not kept.covers(tensor):
+                self._session.in_place.cannot_pass(TRAINS.format(tuple(tensor.shape)))
+        if call.ends_step:
+            self._trained = {at: found for at, found in self._trained.items() if found[0]() is not None}
 
     def _check_counted(self, version: int) -> None:
         """Refuse to go on where the script has made fewer calls in a step than its predecessor: it has come

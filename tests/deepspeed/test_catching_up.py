@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ft_deepspeed.calls import Step
+from ft_core import kept
+from ft_deepspeed.calls import Call, Step
 from ft_deepspeed.catch_up import CatchUp
 from ft_deepspeed.newcomer import Newcomer
 from ft_deepspeed.results import Results
@@ -246,3 +247,43 @@ def test_the_engines_memory_is_as_it_was_before_the_script_arrives(
     newcomer._way.until = 6
     newcomer.answer(SimpleNamespace(kind="step", ends_step=True, losses=[], answer=lambda *about: None))  # type: ignore[arg-type]
     assert done == ["put back", "live"]
+
+
+class Trains(Call):
+    """A backward pass that gives gradients to what is not the engine's."""
+
+    kind = "backward"
+
+    def __init__(self, engine: Any, *trained: torch.Tensor) -> None:
+        super().__init__(engine, None, (), {})
+        self._trained = list(trained)
+
+    @property
+    def trained(self) -> list[torch.Tensor]:
+        return self._trained
+
+    def answer(self, results: Results, number: int) -> Any:
+        return None
+
+
+def test_what_the_script_trains_itself_is_named_or_refused(
+    newcomer: Newcomer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept, "_named", {})
+    engine, script = newcomer._engine, newcomer._script
+    script.results = Results()
+    newcomer._left = ignored  # type: ignore[method-assign]
+    head, alpha = torch.nn.Linear(3, 1), torch.zeros(1, requires_grad=True)
+    for script.position in (5, 6):
+        newcomer.answer(Trains(engine, torch.zeros(2, requires_grad=True)))  # another in each step
+    with pytest.raises(RefusedError, match=r"a tensor of shape \(1, 3\) itself"):
+        newcomer.answer(Trains(engine, *head.parameters()))
+    kept.keep(head=head)
+    newcomer.answer(Trains(engine, *head.parameters()))
+    newcomer.answer(Trains(engine, alpha))
+    newcomer.answer(Trains(engine, alpha))  # with another micro batch
+    script.position = 7
+    with pytest.raises(RefusedError, match=r"keep\(\.\.\.=\.\.\.\)"):
+        newcomer.answer(Trains(engine, alpha))
+    kept.keep(alpha=alpha)
+    newcomer.answer(Trains(engine, alpha))
