@@ -134,7 +134,7 @@ def test_where_the_script_is_then_is_where_it_is_later(newcomer: Newcomer, adapt
     newcomer.follow(9)
     adapter.at = "further on"
     call: Any = SimpleNamespace(
-        kind="evaluation", ends_step=False, losses=[], answer=lambda results, number: None
+        kind="evaluation", ends_step=False, losses=[], trained=[], answer=lambda results, number: None
     )
     newcomer.answer(call)
     newcomer.interrupted()
@@ -220,7 +220,9 @@ def test_a_step_in_which_it_makes_fewer_calls_than_its_predecessor_is_not_passed
 
     def call(kind: str) -> Any:
         ends = kind == "step"
-        return SimpleNamespace(kind=kind, ends_step=ends, losses=[], answer=lambda results, number: None)
+        return SimpleNamespace(
+            kind=kind, ends_step=ends, losses=[], trained=[], answer=lambda results, number: None
+        )
 
     for many in made:
         for kind in ["forward"] * many + ["step"]:
@@ -245,7 +247,9 @@ def test_the_engines_memory_is_as_it_was_before_the_script_arrives(
     adapter.passed = lambda: None  # type: ignore[attr-defined]
     assert newcomer._way is not None
     newcomer._way.until = 6
-    newcomer.answer(SimpleNamespace(kind="step", ends_step=True, losses=[], answer=lambda *about: None))  # type: ignore[arg-type]
+    newcomer.answer(
+        SimpleNamespace(kind="step", ends_step=True, losses=[], trained=[], answer=lambda *about: None)
+    )  # type: ignore[arg-type]
     assert done == ["put back", "live"]
 
 
