@@ -116,13 +116,12 @@ class Weights:
 
     def marks(self) -> list[int]:
         """Equal while nothing is written."""
-        found = [self._sets, *self._versions()]
-        states = (kept for optimizer in self._optimizers for kept in optimizer.state.values())
-        kept = [value for state in states for value in state.values()]
-        for value in (*kept, *(buffers.get(name) for buffers, name in self._buffers)):
-            if isinstance(value, torch.Tensor):
-                found += (id(value), value._version)
-        return found
+        found = [buffers.get(name) for buffers, name in self._buffers]
+        for optimizer in self._optimizers:
+            for kept in optimizer.state.values():
+                found += kept.values()
+        others = [each for each in found if isinstance(each, torch.Tensor)]
+        return [self._sets, *self._versions(), *map(id, others), *(each._version for each in others)]
 
     def _versions(self) -> list[int]:
         return [p._version for p in self._parameters]
@@ -156,7 +155,7 @@ class Weights:
     def restored(self, version: int, between: bool) -> None:
         """That version was loaded, which is no doing of the script's; `between`: two of its calls."""
         self.step_ended(version)
-        self._marks = self.marks() if between else None
+        self._began, self._marks = self._versions(), self.marks() if between else None
 
     def differ(self, version: int) -> bool:
         """Whether weights are others than when the step ended that made that version, however it was done, or
