@@ -121,10 +121,10 @@ class Weights:
             for kept in optimizer.state.values():
                 found += kept.values()
         others = [each for each in found if isinstance(each, torch.Tensor)]
-        return [self._sets, *self._versions(), *map(id, others), *(each._version for each in others)]
+        return [self._sets, *self._versions(), *map(id, others), *map(_version, others)]
 
     def _versions(self) -> list[int]:
-        return [p._version for p in self._parameters]
+        return list(map(_version, self._parameters))
 
     def left(self, changes: bool = False) -> bool:
         """A call has returned, and the script goes on. `changes`: it is one that changes them. Returns
@@ -231,6 +231,10 @@ def _tell_of_setting(
     for parameter in engine.module.parameters():
         if hasattr(parameter, of_others.name):
             of_others.wrap(setting, of=parameter)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version  # nobody counts what is written to such
 
 
 def _sample(weight: torch.Tensor) -> torch.Tensor:

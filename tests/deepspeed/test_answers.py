@@ -525,6 +525,18 @@ def test_parts_of_weights_that_the_script_changes() -> None:
     assert looked.differ(7) and looked.changed()
 
 
+def test_a_buffer_that_an_inference_has_made() -> None:
+    found = Engine()
+    found.module.register_buffer("seen", torch.zeros(2))
+    looked = Weights(found)
+    looked.left()
+    with torch.inference_mode():
+        found.module.seen = torch.ones(2)
+    assert looked.changed()
+    looked.left()
+    assert not looked.changed()
+
+
 def test_weights_that_are_others_than_when_the_step_ended() -> None:
     model = torch.nn.Sequential(
         torch.nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last), torch.nn.Linear(9, 9)
