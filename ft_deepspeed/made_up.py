@@ -117,7 +117,7 @@ class MadeUp:
         self._data: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         """The memory that weights had, for a script that gives them other."""
         self._kept: list[tuple[MutableMapping[Any, Any], Any, Any]] = []
-        """What optimizers kept, and where, for the same reason."""
+        """What optimizers kept, buffers that are saved, and where they were, for the same reason."""
         self._not_restored: set[int] = set()
         """What of the model's memory no version has: it is as the script writes it."""
         self._arrived: int | None = None
@@ -142,7 +142,11 @@ class MadeUp:
         self._written = {}
         # In stage 3 they come and go by themselves.
         self._data = [(p, p.data) for p in self._model.parameters() if not hasattr(p, "ds_id")]
-        self._kept = []
+        self._kept = [
+            (part._buffers, name, part._buffers[name])
+            for part in self._model.modules()
+            for name in part._buffers.keys() - part._non_persistent_buffers_set
+        ]
         for optimizer in optimizers:
             kept = optimizer.state
             self._kept.append((vars(optimizer), "state", kept))

@@ -181,7 +181,11 @@ class DeepSpeedAdapter:
         for name, tensor, _ in [*([] if self.lacks_weights else flats), *self._layout.parameters]:
             tensor.data.copy_(tensors[name])
         for name, module, key in self._layout.buffers:
-            getattr(module, key).copy_(tensors[name])
+            buffer = getattr(module, key)
+            if buffer.is_inference():  # which nobody may write to
+                setattr(module, key, tensors[name].to(buffer.device, copy=True))
+            else:
+                buffer.copy_(tensors[name])
         remade = self._shard.restore(tensors, envelope)
         for tensor, source in self._layout.derived:
             tensor.data.copy_(source.data)

@@ -390,6 +390,25 @@ def test_what_the_script_writes_to_the_engines_memory_in_steps_that_are_done(
     assert not all(torch.equal(one, other) for one, other in zip(kept, loaded, strict=True))
 
 
+@pytest.mark.parametrize("ends", ["arrives", "rests"])
+def test_a_buffer_that_the_script_replaces_in_steps_that_are_done(newcomer: Newcomer, ends: str) -> None:
+    model, loaded = newcomer.model, torch.ones(2)
+    model.register_buffer("mean", loaded)
+    newcomer.made_up.calls()
+    newcomer.made_up.passes([])
+    newcomer.made_up.returns()
+    for _ in range(5):
+        model.mean = model.mean * 2
+        newcomer.step()
+    if ends == "rests":
+        newcomer.made_up.rests()
+    newcomer.arrives()
+    assert model.mean is loaded and loaded.tolist() == [1, 1]
+    model.mean = model.mean * 2  # where the others do it, too
+    newcomer.step(YOUNG + 1)
+    assert model.mean.tolist() == [2, 2]
+
+
 REPLACES = [
     lambda optimizer, weight: optimizer.state[weight].update(momentum_buffer=torch.zeros(3, 3), more=1),
     lambda optimizer, weight: optimizer.state.update({weight: {"momentum_buffer": torch.ones(3, 3)}}),

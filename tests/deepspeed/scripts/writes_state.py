@@ -50,13 +50,16 @@ for step in range(1, args.train_iters + 1):
     drawn = torch.Generator().manual_seed(100 * step + rank)
     x, y = torch.randn(4, 16, generator=drawn), torch.randn(4, 16, generator=drawn)
     if step % 3 == 1 and args.only != "passes":
-        model.scale.mul_(1.1)
+        model.scale = model.scale * 1.1
     loss = (engine(x.to(engine.device)) - y.to(engine.device)).square().mean()
     engine.backward(loss)
     engine.step()
     if args.only:
         engine.eval()
-        engine(x.to(engine.device))
+        with torch.inference_mode():
+            engine(x.to(engine.device))
+            if step % 2:
+                model.scale = model.scale * 1.01
         engine.train()
     elif stage == 3:
         with deepspeed.zero.GatheredParameters([first], modifier_rank=0):
