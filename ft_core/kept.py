@@ -60,11 +60,12 @@ def has(found: Any) -> bool:
 
 def covers(tensor: torch.Tensor) -> bool:
     """Whether it is named now, or is part of what is named."""
+    modules = (one for one in _named.values() if isinstance(one, torch.nn.Module))
+    if has(tensor) or any(part is tensor for module in modules for part in module.parameters()):
+        return True
     states = (one.state_dict() for one in _named.values() if not isinstance(one, torch.Tensor))
     parts = (part for state in states for part in pytree.tree_leaves(state))
-    return has(tensor) or any(
-        isinstance(part, torch.Tensor) and part.data_ptr() == tensor.data_ptr() for part in parts
-    )
+    return any(isinstance(part, torch.Tensor) and part.data_ptr() == tensor.data_ptr() for part in parts)
 
 
 def names() -> list[str]:

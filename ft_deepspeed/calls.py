@@ -41,7 +41,7 @@ class Call:
     kind = "call"
     """Its results are kept under this name; see `Results`."""
     evaluates = False
-    """Whether it changes nothing, so that it need not be made again unless it has communicated."""
+    """Whether it should change nothing: it need not be made again unless it has, or has communicated."""
 
     def __init__(self, engine: Any, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.engine, self.method, self.args, self.kwargs = engine, method, args, kwargs

@@ -14,6 +14,7 @@ import torch
 
 from ft_core.patching import Patch
 from ft_deepspeed import patched
+from ft_deepspeed.module_state import saved_buffers
 from ft_deepspeed.spans import span_of, storage_of
 
 CHANGED = "its script changes gradients between the engine's calls, so that must run again"
@@ -85,11 +86,7 @@ class Weights:
         """`optimizers`: those that step them."""
         self._parameters = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
         self._optimizers = optimizers
-        self._buffers = [
-            (part._buffers, name)
-            for part in engine.module.modules()
-            for name in part._buffers.keys() - part._non_persistent_buffers_set
-        ]
+        self._buffers = saved_buffers(engine.module)
         self._sets = 0
         """How often the script has set state by DeepSpeed's functions for that."""
         self._marks: list[int] | None = None
@@ -106,6 +103,8 @@ class Weights:
         """By version: those bytes when the step had ended that made it, and when the next began."""
         self._of_the_model: set[int] = set()
         """Which ones passes themselves change, by their places: averages of others, say."""
+        self._passes = 0
+        """Calls for which more passes are expected to, after one that has."""
         self._began: list[int] | None = None
         self._before: torch.Tensor | None = None
         """Their versions and norms when the call began that is under way."""
@@ -115,35 +114,39 @@ class Weights:
         self._sets += 1
 
     def marks(self) -> list[int]:
-        """Equal while nothing is written."""
+        """Equal while nothing is written, but by way of `.data`, which nobody counts."""
         found = [buffers.get(name) for buffers, name in self._buffers]
         for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                found += group["params"]
             for kept in optimizer.state.values():
-                found += kept.values()
+                found += kept.values() if isinstance(kept, dict) else [kept]
         others = [each for each in found if isinstance(each, torch.Tensor)]
         return [self._sets, *self._versions(), *map(id, others), *map(_version, others)]
 
     def _versions(self) -> list[int]:
         return list(map(_version, self._parameters))
 
-    def left(self, changes: bool = False) -> bool:
-        """A call has returned, and the script goes on. `changes`: it is one that changes them. Returns
-        whether it is a pass, and has changed some that none was seen to change before."""
+    def left(self, changes: bool = False, evaluates: bool = False) -> bool:
+        """A call has returned, and the script goes on. `changes`: it is one that changes them; `evaluates`:
+        it does not train. Returns whether it has changed some though it should not."""
         self._marks = self.marks()
-        self._wary = max(0, self._wary - 1)
         own: set[int] = set()
         if self._began is not None and not changes and self._began != (versions := self._versions()):
             own = {at for at, before in enumerate(self._began) if before != versions[at]}
-        if self._reads:
-            self._reads -= 1
-            self._norms = norms = _norm(self._parameters)
-            if self._before is not None and not changes:
-                own |= {*(self._before != norms).nonzero().flatten().tolist()}
-        if self._of_the_model.issuperset(own):
-            return False
-        self._of_the_model |= own
-        self._memory, self._ended, self._left = [], {}, {}
-        return True
+        if not evaluates:
+            self._wary, self._passes = max(0, self._wary - 1), max(0, self._passes - 1)
+            if self._reads:
+                self._reads -= 1
+                self._norms = norms = _norm(self._parameters)
+                if self._before is not None and not changes:
+                    own |= {*(self._before != norms).nonzero().flatten().tolist()}
+        if not self._of_the_model.issuperset(own):
+            self._of_the_model |= own
+            self._memory, self._ended, self._left = [], {}, {}
+        if own:
+            self._passes = _CALLS
+        return bool(own)
 
     def step_ended(self, version: int) -> None:
         """The state is that version."""
@@ -187,11 +190,12 @@ class Weights:
             by_device.setdefault(sample.device, []).append(sample)
         return [torch.cat(samples) for samples in by_device.values()]
 
-    def changed(self) -> bool:
-        """The script makes another call: whether it has changed them since the one before."""
+    def changed(self, saves: bool = False) -> bool:
+        """The script makes another call: whether it has changed them since the one before. `saves`: one that
+        may write what was there, as stage 3 does when it gathers weights."""
         marks, norms = self._marks, self._norms
         self._marks = self._norms = self._before = None
-        self._began = self._versions()
+        self._began = None if saves else self._versions()
         if self._ended and (version := max(self._ended)) not in self._left:
             self._left[version] = self._sampled()
         if marks is None:
@@ -205,8 +209,8 @@ class Weights:
 
     @property
     def passes_write(self) -> bool:
-        """Whether some pass has changed any."""
-        return bool(self._of_the_model)
+        """Whether one of the last passes has changed any."""
+        return self._passes > 0
 
     @property
     def may_be_written(self) -> bool:

@@ -12,7 +12,18 @@ import torch
 from ft_core.kept import Kept
 from ft_core.patching import replaced
 from ft_deepspeed import counters, patched, zero
-from ft_deepspeed.calls import RETURNED, Backward, Batch, Call, CannotRepeat, Direct, Forward, Load, Step
+from ft_deepspeed.calls import (
+    RETURNED,
+    Backward,
+    Batch,
+    Call,
+    CannotRepeat,
+    Direct,
+    Forward,
+    Load,
+    Save,
+    Step,
+)
 from ft_deepspeed.context import Context
 from ft_deepspeed.gradients import BY_PASS, CHANGED, TORN, WRITTEN, Gradients, Weights
 from ft_deepspeed.protected_state import ProtectedState
@@ -78,10 +89,10 @@ class Live:
         call.context = Context.capture(self._engine)
         if self._gradients.changed():
             call.again = call.again or CHANGED
-        if self._weights.changed():
+        if self._weights.changed(saves=isinstance(call, Save)):
             call.again = call.again or WRITTEN
             self._torn = max(self._torn, self._copied)
-        if isinstance(call, Forward) and self._weights.passes_write:
+        if isinstance(call, Forward) and not call.evaluates and self._weights.passes_write:
             call.again = call.again or BY_PASS
         self._pending = call
         result = self._persist(call)
@@ -89,7 +100,7 @@ class Live:
         if call.kind == "backward":
             self._gradients.left()
         changes = script.position != session.version or isinstance(call, Load)
-        if self._weights.left(changes):
+        if self._weights.left(changes, call.evaluates):
             call.again = call.again or BY_PASS
             self._torn = max(self._torn, self._copied)
         if changes:

@@ -42,6 +42,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ft_deepspeed import floats, patched
 from ft_deepspeed.below import Below, Compiler
+from ft_deepspeed.module_state import saved_buffers
 from ft_deepspeed.own_code import scripts
 from ft_deepspeed.spans import Bytes, Span, span_of, storage_of, tensors_of
 from ft_deepspeed.unknown import DECIDES, Absent, Unknown, UnknownArray, UnknownFloat
@@ -142,16 +143,13 @@ class MadeUp:
         self._written = {}
         # In stage 3 they come and go by themselves.
         self._data = [(p, p.data) for p in self._model.parameters() if not hasattr(p, "ds_id")]
-        self._kept = [
-            (part._buffers, name, part._buffers[name])
-            for part in self._model.modules()
-            for name in part._buffers.keys() - part._non_persistent_buffers_set
-        ]
+        self._kept = [(space, name, space[name]) for space, name in saved_buffers(self._model)]
         for optimizer in optimizers:
             kept = optimizer.state
             self._kept.append((vars(optimizer), "state", kept))
-            for spaces in (kept, *kept.values()):
-                self._kept += ((spaces, key, value) for key, value in spaces.items())
+            for space in (kept, *kept.values()):
+                if isinstance(space, dict):
+                    self._kept += ((space, key, value) for key, value in space.items())
         if not self._on:
             self._on = True
             self._replace()

@@ -64,6 +64,8 @@ class ModuleState:
     def __init__(self, module: torch.nn.Module, optimizer: Any = None, schedule: Any = None) -> None:
         """`module`: as the script begins training with it. `optimizer`, `schedule`: those that step it."""
         self._all, self._parameters = list(module.modules()), list(module.parameters())
+        self._now: list[bool] = []
+        self._modes: Modes = []
         self._modules = [
             (name, part)
             for name, part in module.named_modules()
@@ -107,7 +109,11 @@ class ModuleState:
 
     def modes(self) -> Modes:
         """Which parts of the model train: some may be kept in evaluation mode all the time, or be frozen."""
-        return modes(self._all) + [(p, "requires_grad", p.requires_grad) for p in self._parameters]
+        now = [*(part.training for part in self._all), *(p.requires_grad for p in self._parameters)]
+        if now != self._now:  # nearly all calls have the same, and keep it
+            self._now = now
+            self._modes = modes(self._all) + [(p, "requires_grad", p.requires_grad) for p in self._parameters]
+        return self._modes
 
     def capture(self) -> Captured:
         """What is other than it was in the beginning, by name."""
@@ -198,6 +204,17 @@ class ModuleState:
 
 def _is_torchs(optimizer: Any) -> bool:
     return type(optimizer).__module__.startswith(("torch.", "deepspeed."))
+
+
+def saved_buffers(module: torch.nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Where a model's buffers are that its `state_dict` has, and their names. Scripted parts keep theirs
+    elsewhere."""
+    return [
+        (part._buffers, name)
+        for part in module.modules()
+        if isinstance(part._buffers, dict)
+        for name in part._buffers.keys() - part._non_persistent_buffers_set
+    ]
 
 
 def modes(parts: Iterable[torch.nn.Module]) -> Modes:

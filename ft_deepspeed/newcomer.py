@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import weakref
@@ -57,8 +58,9 @@ class Newcomer:
         self._place: Any = None
         """Counters, random states and schedules where the script is: the engine is further on."""
         self._sample: Forward | None = None
-        self._trained: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-        """What its passed steps would have given gradients to beside the engine's weights, and when first."""
+        self._trained: dict[int, tuple[weakref.ref[torch.Tensor], int | None]] = {}
+        """What its passed steps would have given gradients to beside the engine's weights, and when first;
+        None of what is known to do no harm."""
         self._gap = math.inf
         """Steps that it was behind when it began to pass them, see `passes_ahead`."""
 
@@ -221,16 +223,21 @@ class Newcomer:
             self._engine.lr_scheduler.step(self._engine.train_batch_size())
 
     def _check_trained(self, call: Call) -> None:
-        """Refuse what the script itself trains by the loss, as its gradients are not computed here:
-        parameters, and what is there for longer than a step."""
+        """Refuse what the script itself trains by the loss, as its gradients are not computed here: what some
+        optimizer steps, be it a parameter or whatever is there for longer than a step."""
+        stepped: set[int] | None = None
         for tensor in call.trained:
             there, since = self._trained.get(id(tensor), (None, call.version))
             if there is None or there() is not tensor:
                 there, since = weakref.ref(tensor), call.version
-                self._trained[id(tensor)] = there, since
-            lasts = isinstance(tensor, torch.nn.Parameter) or since < call.version
-            if lasts and not kept.covers(tensor):
-                self._session.in_place.cannot_pass(TRAINS.format(tuple(tensor.shape)))
+            elif since is None:
+                continue
+            if isinstance(tensor, torch.nn.Parameter) or since < call.version:
+                stepped = _stepped() if stepped is None else stepped
+                if id(tensor) in stepped and not kept.covers(tensor):
+                    self._session.in_place.cannot_pass(TRAINS.format(tuple(tensor.shape)))
+                since = None
+            self._trained[id(tensor)] = there, since
         if call.ends_step:
             self._trained = {at: found for at, found in self._trained.items() if found[0]() is not None}
 
@@ -292,3 +299,10 @@ class Newcomer:
         script.draws.lead()
         self._live.go_on()
         self._arrives()
+
+
+def _stepped() -> set[int]:
+    """All that some optimizer of the script's has to step, by identity."""
+    optimizers = (found for found in gc.get_objects() if issubclass(type(found), torch.optim.Optimizer))
+    groups = (group for optimizer in optimizers for group in vars(optimizer).get("param_groups", ()))
+    return {id(tensor) for group in groups for tensor in group["params"]}

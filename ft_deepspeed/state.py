@@ -127,7 +127,8 @@ class DeepSpeedAdapter:
         yield from (master.tensor for master in self._layout.masters)
         for optimizer in zero.inner_optimizers(self.engine):
             for kept in optimizer.state.values():
-                yield from (value for value in kept.values() if isinstance(value, torch.Tensor))
+                values = kept.values() if isinstance(kept, dict) else [kept]
+                yield from (value for value in values if isinstance(value, torch.Tensor))
 
     def envelope_holders(self) -> tuple[int, ...]:
         """RNG states are each role's own."""

@@ -34,6 +34,8 @@ _TOGETHER = 64 << 10
 """Bytes of all tensors in a container: each version has them, as text."""
 _MANY = 1024
 """Entries of a container."""
+_ENTRY = 16
+"""Bytes of the room for tensors that each entry takes, so that there are not too many in all."""
 _DEEPEST = 6
 
 _CONTAINERS: dict[str, Any] = {
@@ -83,11 +85,20 @@ def _room(value: Any, depth: int, room: int) -> int:
     parts, fields = _parts(value, kind), _fields(value, kind)
     if max(len(parts), len(fields)) > _MANY:
         return -1
-    keys = [key for key, _ in parts] if kind in _MAPPINGS else []
-    for part in [*keys, *(part for _, part in parts), *fields.values()]:
+    if kind in _MAPPINGS and not all(_is_key(key) for key, _ in parts):
+        return -1
+    if (room := room - _ENTRY * (len(parts) + len(fields))) < 0:
+        return -1
+    for part in [*(part for _, part in parts), *fields.values()]:
         if (room := _room(part, depth + 1, room)) < 0:
             break
     return room
+
+
+def _is_key(key: Any) -> bool:
+    """Whether an envelope can have it."""
+    parts = key if type(key) is tuple else (key,)
+    return all(type(part) in FIXED or isinstance(part, _PLAIN) for part in parts)
 
 
 Flat = tuple[tuple[Any, ...], ...]
@@ -310,16 +321,27 @@ def _slots(kind: type) -> Iterator[str]:
     for base in kind.__mro__:
         names = vars(base).get("__slots__", ())
         found = (names,) if isinstance(names, str) else names
-        yield from (name for name in found if name not in ("__dict__", "__weakref__"))
+        for name in found:
+            if name.startswith("__") and not name.endswith("__"):
+                yield f"_{base.__name__.lstrip('_')}{name}"
+            elif name not in ("__dict__", "__weakref__"):
+                yield name
 
 
 def _set_fields(target: Any, kind: str, fields: dict[str, Any]) -> None:
-    before = _fields(target, kind)
+    before, slots = _fields(target, kind), {*_slots(type(target))}
     for name in before.keys() - fields.keys():
-        object.__delattr__(target, name)
+        if name in slots:
+            object.__delattr__(target, name)
+        else:
+            del vars(target)[name]
     for name, value in fields.items():
-        if before.get(name, MISSING) is not value:
+        if before.get(name, MISSING) is value:
+            continue
+        if name in slots:
             object.__setattr__(target, name, value)
+        else:
+            vars(target)[name] = value
 
 
 def _more(value: Any, kind: str) -> Any:

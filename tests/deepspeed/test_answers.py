@@ -525,6 +525,46 @@ def test_parts_of_weights_that_the_script_changes() -> None:
     assert looked.differ(7) and looked.changed()
 
 
+def test_passes_that_change_weights_are_expected_to_for_a_while() -> None:
+    """Unless that was in the first alone; evaluations do not count, and a save writes what was there."""
+    found = Engine()
+    looked = Weights(found)
+
+    def call(change: Any = lambda: None, saves: bool = False, **about: bool) -> bool:
+        assert not looked.changed(saves)
+        with torch.no_grad():
+            change()
+        return looked.left(**about)
+
+    def rewrite() -> None:
+        found.module.weight.copy_(found.module.weight.clone())
+
+    for _ in range(30):
+        assert not call(evaluates=True)
+    assert looked.may_be_written
+    assert not call(rewrite, saves=True) and not looked.passes_write
+    assert call(lambda: found.module.weight.data.add_(1)) and looked.passes_write
+    for _ in range(30):
+        call()
+    assert not looked.passes_write and not looked.may_be_written
+    assert call(rewrite, evaluates=True) and looked.passes_write and looked.may_be_written
+
+
+def test_main_parameters_and_state_of_whatever_kind() -> None:
+    found = Engine()
+    main = torch.nn.Parameter(torch.randn(9))
+    optimizer = torch.optim.SGD([main], lr=0.1)
+    optimizer.state["calls"] = 3  # type: ignore[index, assignment]
+    found.module.scripted = torch.jit.script(torch.nn.BatchNorm1d(3))
+    looked = Weights(found, [optimizer])
+    looked.left()
+    assert not looked.changed()
+    looked.left()
+    with torch.no_grad():
+        main.clamp_(-1, 1)
+    assert looked.differ(0) and looked.changed()
+
+
 def test_a_buffer_that_an_inference_has_made() -> None:
     found = Engine()
     found.module.register_buffer("seen", torch.zeros(2))

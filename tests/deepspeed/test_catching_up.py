@@ -278,6 +278,8 @@ def test_what_the_script_trains_itself_is_named_or_refused(
     script.results = Results()
     newcomer._left = ignored  # type: ignore[method-assign]
     head, alpha = torch.nn.Linear(3, 1), torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([*head.parameters(), alpha], lr=0.1)
+    newcomer.answer(Trains(engine, *torch.nn.Linear(3, 1).parameters()))  # which nobody steps
     for script.position in (5, 6):
         newcomer.answer(Trains(engine, torch.zeros(2, requires_grad=True)))  # another in each step
     with pytest.raises(RefusedError, match=r"a tensor of shape \(1, 3\) itself"):
@@ -291,3 +293,4 @@ def test_what_the_script_trains_itself_is_named_or_refused(
         newcomer.answer(Trains(engine, alpha))
     kept.keep(alpha=alpha)
     newcomer.answer(Trains(engine, alpha))
+    del optimizer

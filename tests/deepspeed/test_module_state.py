@@ -448,6 +448,34 @@ def test_what_does_not_change_is_looked_at_once(monkeypatch: pytest.MonkeyPatch)
     assert model[0].shared is model[3].shared and model[0].shared == {"r": True}
 
 
+def test_what_an_envelope_cannot_have_or_is_too_much_is_left_alone() -> None:
+    assert values.is_plain({1: 0, "a": 0, (1, "b"): 0, np.int64(3): 0, None: 0})
+    assert not values.is_plain({Phase.WARM: 0}) and not values.is_plain({Meter(): 0})
+    assert values.is_plain([[0.0] * 60] * 60) and not values.is_plain([[0.0] * 70] * 70)
+
+
+def test_attributes_that_a_class_looks_after() -> None:
+    class Guarded:
+        __slots__ = ("__dict__", "__hidden")
+
+        def __init__(self) -> None:
+            vars(self)["x"], self.__hidden = 0, 0
+
+        @property
+        def x(self) -> int:
+            found: int = vars(self)["x"] + self.__hidden
+            return found
+
+        def more(self) -> None:
+            vars(self)["x"] += 1
+            self.__hidden += 10
+
+    undisturbed, survivor, newcomer = undisturbed_survivor_newcomer(
+        lambda: Model(Guarded(), lambda kept: kept.more())
+    )
+    assert undisturbed.kept.x == survivor.kept.x == newcomer.kept.x == 55
+
+
 def test_a_container_of_large_tensors_is_left_alone() -> None:
     """Each version would have them as text."""
     half = torch.zeros(20 << 10, dtype=torch.uint8)
