@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ft_core.patching import Patch
-from ft_deepspeed import patched
+from ft_deepspeed import patched, zero
 from ft_deepspeed.module_state import saved_buffers
 from ft_deepspeed.spans import span_of, storage_of
 
@@ -119,8 +119,7 @@ class Weights:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 found += group["params"]
-            for kept in optimizer.state.values():
-                found += kept.values() if isinstance(kept, dict) else [kept]
+            found += zero.kept_by(optimizer)
         others = [each for each in found if isinstance(each, torch.Tensor)]
         return [self._sets, *self._versions(), *map(id, others), *map(_version, others)]
 

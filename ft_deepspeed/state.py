@@ -126,9 +126,7 @@ class DeepSpeedAdapter:
         yield from (flat for _, flat, _ in self._layout.flats)
         yield from (master.tensor for master in self._layout.masters)
         for optimizer in zero.inner_optimizers(self.engine):
-            for kept in optimizer.state.values():
-                values = kept.values() if isinstance(kept, dict) else [kept]
-                yield from (value for value in values if isinstance(value, torch.Tensor))
+            yield from (each for each in zero.kept_by(optimizer) if isinstance(each, torch.Tensor))
 
     def envelope_holders(self) -> tuple[int, ...]:
         """RNG states are each role's own."""

@@ -8,6 +8,7 @@ of the masters (see `parts`), in a full one masters that are the same as a slice
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
@@ -70,6 +71,12 @@ def inner_optimizers(engine: Any) -> list[Any]:
     """The inner optimizer, and the one that steps the share of stage 3's offload that stays on the device."""
     backup = vars(engine.optimizer).get("backup_optimizer")
     return [inner_optimizer(engine), *([backup] if backup is not None else [])]
+
+
+def kept_by(optimizer: Any) -> Iterator[Any]:
+    """What it keeps for its parameters, and beside them."""
+    for kept in optimizer.state.values():
+        yield from kept.values() if isinstance(kept, dict) else [kept]
 
 
 def layout(engine: Any, lean: bool) -> Layout:

@@ -166,10 +166,29 @@ class TrainerLoop(HuggingFace):
         return [*super().arguments(iterations, protected)[len(TINY) :], f"--data={self.data}"]
 
 
+class OfScript:
+    """Training by one of the tests' own scripts."""
+
+    file = ""
+    dp: int
+
+    @property
+    def world(self) -> int:
+        return self.dp
+
+    @property
+    def script(self) -> Path:
+        return SCRIPTS / self.file
+
+    def environment(self) -> dict[str, str]:
+        return variables()
+
+
 @dataclass(frozen=True)
-class EnteredLoop:
+class EnteredLoop(OfScript):
     """Training of a loop that is entered again after a recovery, in one of ZeRO's stages."""
 
+    file = "entered_loop.py"
     stage: int
     gas: int = 2
     dp: int = 2
@@ -181,14 +200,6 @@ class EnteredLoop:
     def __str__(self) -> str:
         return f"entered-zero{self.stage}-dp{self.dp}-gas{self.gas}"
 
-    @property
-    def world(self) -> int:
-        return self.dp
-
-    @property
-    def script(self) -> Path:
-        return SCRIPTS / "entered_loop.py"
-
     def arguments(self, iterations: int, protected: bool) -> list[str]:
         config = _config(self.gas, 1.0) | {"zero_optimization": {"stage": self.stage}}
         section = {"fault_tolerance": {"enabled": True, "in_place": False}} if protected else {}
@@ -199,14 +210,12 @@ class EnteredLoop:
             flags += [f"--checkpoints={self.checkpoints}"] * bool(self.checkpoints)
         return flags
 
-    def environment(self) -> dict[str, str]:
-        return variables()
-
 
 @dataclass(frozen=True)
-class OwnLoop:
+class OwnLoop(OfScript):
     """Training of a script with its own loader, loss, learning rate and collectives."""
 
+    file = "own_loop.py"
     stage: int
     dp: int = 3
     gas: int = 3
@@ -217,14 +226,6 @@ class OwnLoop:
     def __str__(self) -> str:
         name = f"own-zero{self.stage}-dp{self.dp}-gas{self.gas}"
         return name + "-seeded" * self.seeded + "-direct" * self.direct
-
-    @property
-    def world(self) -> int:
-        return self.dp
-
-    @property
-    def script(self) -> Path:
-        return SCRIPTS / "own_loop.py"
 
     def arguments(self, iterations: int, protected: bool) -> list[str]:
         config = {
@@ -238,27 +239,17 @@ class OwnLoop:
         flags += ["--seeded"] * self.seeded + ["--direct"] * self.direct
         return [*flags, f"--checkpoints={self.checkpoints}"] if self.checkpoints else flags
 
-    def environment(self) -> dict[str, str]:
-        return variables()
-
 
 @dataclass(frozen=True)
-class Habits:
+class Habits(OfScript):
     """Training of a script that does what scripts do."""
 
+    file = "habits.py"
     stage: int
     dp: int = 2
 
     def __str__(self) -> str:
         return f"habits-zero{self.stage}"
-
-    @property
-    def world(self) -> int:
-        return self.dp
-
-    @property
-    def script(self) -> Path:
-        return SCRIPTS / "habits.py"
 
     def arguments(self, iterations: int, protected: bool) -> list[str]:
         config = {
@@ -270,27 +261,17 @@ class Habits:
         path = write_config(str(self), config, protected)
         return [f"--deepspeed_config={path}", f"--train-iters={iterations}"]
 
-    def environment(self) -> dict[str, str]:
-        return variables()
-
 
 @dataclass(frozen=True)
-class Accelerated:
+class Accelerated(OfScript):
     """Training of a loop on accelerate."""
 
+    file = "accelerate_loop.py"
     stage: int
     dp: int = 2
 
     def __str__(self) -> str:
         return f"accelerate-zero{self.stage}"
-
-    @property
-    def world(self) -> int:
-        return self.dp
-
-    @property
-    def script(self) -> Path:
-        return SCRIPTS / "accelerate_loop.py"
 
     def arguments(self, iterations: int, protected: bool) -> list[str]:
         config = {
@@ -303,28 +284,18 @@ class Accelerated:
         path = write_config(str(self), config, protected)
         return [f"--deepspeed_config={path}", f"--train-iters={iterations}"]
 
-    def environment(self) -> dict[str, str]:
-        return variables()
-
 
 @dataclass(frozen=True)
-class Quirks:
+class Quirks(OfScript):
     """Training of a script that has state in all sorts of places."""
 
+    file = "quirks.py"
     gradients: bool = False
     """Whether it changes them between the engine's calls."""
     dp: int = 2
 
     def __str__(self) -> str:
         return "quirks" + "-gradients" * self.gradients
-
-    @property
-    def world(self) -> int:
-        return self.dp
-
-    @property
-    def script(self) -> Path:
-        return SCRIPTS / "quirks.py"
 
     def arguments(self, iterations: int, protected: bool) -> list[str]:
         config = {
@@ -340,14 +311,12 @@ class Quirks:
             *["--gradients"] * self.gradients,
         ]
 
-    def environment(self) -> dict[str, str]:
-        return variables()
-
 
 @dataclass(frozen=True)
-class WritesState:
+class WritesState(OfScript):
     """Training of a script that writes weights, buffers and the optimizer's state between steps."""
 
+    file = "writes_state.py"
     stage: int
     only: str = ""
     """What writes; by default all."""
@@ -355,14 +324,6 @@ class WritesState:
 
     def __str__(self) -> str:
         return f"writes-state-zero{self.stage}{self.only}"
-
-    @property
-    def world(self) -> int:
-        return self.dp
-
-    @property
-    def script(self) -> Path:
-        return SCRIPTS / "writes_state.py"
 
     def arguments(self, iterations: int, protected: bool) -> list[str]:
         zero = {"stage": self.stage, "stage3_param_persistence_threshold": 64}
@@ -375,14 +336,12 @@ class WritesState:
         flags = [f"--deepspeed_config={path}", f"--train-iters={iterations}"]
         return [*flags, *[f"--only={self.only}"] * bool(self.only)]
 
-    def environment(self) -> dict[str, str]:
-        return variables()
-
 
 @dataclass(frozen=True)
-class Preference:
+class Preference(OfScript):
     """Training of a script that has an engine beside the one that it trains."""
 
+    file = "preference.py"
     stage: int
     reference: int
     more: tuple[str, ...] = ()
@@ -390,14 +349,6 @@ class Preference:
 
     def __str__(self) -> str:
         return f"preference-zero{self.stage}-reference{self.reference}" + "".join(self.more)
-
-    @property
-    def world(self) -> int:
-        return self.dp
-
-    @property
-    def script(self) -> Path:
-        return SCRIPTS / "preference.py"
 
     def arguments(self, iterations: int, protected: bool) -> list[str]:
         config = {
@@ -409,27 +360,17 @@ class Preference:
         flags = [f"--deepspeed_config={path}", f"--train-iters={iterations}"]
         return [*flags, f"--reference-stage={self.reference}", *self.more]
 
-    def environment(self) -> dict[str, str]:
-        return variables()
-
 
 @dataclass(frozen=True)
-class Keeps:
+class Keeps(OfScript):
     """Training of a script that looks at outputs and at weights."""
 
+    file = "keeps.py"
     more: tuple[str, ...] = ()
     dp: int = 2
 
     def __str__(self) -> str:
         return "keeps" + "".join(self.more)
-
-    @property
-    def world(self) -> int:
-        return self.dp
-
-    @property
-    def script(self) -> Path:
-        return SCRIPTS / "keeps.py"
 
     def arguments(self, iterations: int, protected: bool) -> list[str]:
         config = {
@@ -440,14 +381,12 @@ class Keeps:
         path = write_config(str(self), config, protected)
         return [f"--deepspeed_config={path}", f"--train-iters={iterations}", *self.more]
 
-    def environment(self) -> dict[str, str]:
-        return variables()
-
 
 @dataclass(frozen=True)
-class Phases:
+class Phases(OfScript):
     """Training of a script that makes a second engine when it is done with the first."""
 
+    file = "phases.py"
     checkpoints: Path
     dies_at: int = 0
     first: int = 6
@@ -455,14 +394,6 @@ class Phases:
 
     def __str__(self) -> str:
         return "phases"
-
-    @property
-    def world(self) -> int:
-        return self.dp
-
-    @property
-    def script(self) -> Path:
-        return SCRIPTS / "phases.py"
 
     def arguments(self, iterations: int, protected: bool) -> list[str]:
         config = {
@@ -474,35 +405,22 @@ class Phases:
         about = [f"--checkpoints={self.checkpoints}", f"--first={self.first}", f"--dies-at={self.dies_at}"]
         return [f"--deepspeed_config={path}", f"--train-iters={iterations}", *about]
 
-    def environment(self) -> dict[str, str]:
-        return variables()
-
 
 @dataclass(frozen=True)
-class Resumes:
+class Resumes(OfScript):
     """Training of a script that resumes from a file of its own."""
 
+    file = "resumes.py"
     own: Path
     dp: int = 2
 
     def __str__(self) -> str:
         return "resumes"
 
-    @property
-    def world(self) -> int:
-        return self.dp
-
-    @property
-    def script(self) -> Path:
-        return SCRIPTS / "resumes.py"
-
     def arguments(self, iterations: int, protected: bool) -> list[str]:
         config = {"train_micro_batch_size_per_gpu": 4, "zero_allow_untested_optimizer": True}
         path = write_config(str(self), config, protected)
         return [f"--deepspeed_config={path}", f"--train-iters={iterations}", f"--own={self.own}"]
-
-    def environment(self) -> dict[str, str]:
-        return variables()
 
 
 def variables(*first: Path) -> dict[str, str]:
