@@ -20,7 +20,7 @@ from ft_core.state import rng
 from ft_core.state.optimizer import hyper_parameters, is_plain, restore_group
 from ft_deepspeed import adoption, adoption3, parts, persistent, schedule, trace, zero
 from ft_deepspeed.abandon import Baseline, abandon
-from ft_deepspeed.cpu_adam import Powers
+from ft_deepspeed.cpu_adam import CPUAdams
 from ft_deepspeed.shard import Shard
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class DeepSpeedAdapter:
         """Whether what was restored last has no weights that all peers have whole."""
         self._compared = 0
         self._baseline = Baseline(engine)
-        self._powers = Powers(engine)
+        self._cpu_adams = CPUAdams(engine)
         self._shard = Shard(self._layout.masters, lambda: zero.inner_optimizers(engine))
         self._me = (dist.get_rank(),)
         self.ring: tuple[int, ...] = tuple(dist.get_process_group_ranks(engine.seq_data_parallel_group))
@@ -150,7 +150,7 @@ class DeepSpeedAdapter:
                 [hyper_parameters(group) for group in o.param_groups] for o in zero.inner_optimizers(engine)
             ],
             **self._shard.envelope(),
-            "powers": self._powers.state(),
+            "cpu_adams": self._cpu_adams.state(),
             "trace": self._trace(),
             "gathered": persistent.are_whole(self.engine),
         }
@@ -193,7 +193,7 @@ class DeepSpeedAdapter:
         if remade:
             self.link_again()
         self.settle(envelope)
-        self._powers.restore(envelope["powers"])
+        self._cpu_adams.restore(envelope.get("cpu_adams", []))
 
     def settle(self, envelope: Any) -> None:
         """Put back what is not on a device: counters, RNG, scheduler, scalers, hyper-parameters."""
