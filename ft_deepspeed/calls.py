@@ -397,6 +397,12 @@ class Batch(Call):
             yield batch
 
 
+class Reduction(Call):
+    """The end of `coalesce_grad_reduction`: the gradients of all backward passes in it are reduced."""
+
+    kind = "reduction"
+
+
 class Load(Call):
     """`load_checkpoint` once training has begun: done again as a whole, from the same files."""
 

@@ -27,7 +27,7 @@ _CONFIG = (
     "gradient_clipping",
 )
 """What a script may change of its configuration in training: how many samples make a step, and the like."""
-_OPTIMIZER = ("clip_grad",)
+_OPTIMIZER = ("clip_grad", "_coalesce_grad_reduction", "_is_gradient_accumulation_boundary")
 """The same in DeepSpeed's optimizers."""
 
 

@@ -11,7 +11,18 @@ from torch.utils import _pytree as pytree
 
 from ft_core.errors import ConfigError
 from ft_deepspeed import checkpoints, patched
-from ft_deepspeed.calls import Backward, Batch, Call, Direct, Forward, Load, Save, ScriptPart, Step
+from ft_deepspeed.calls import (
+    Backward,
+    Batch,
+    Call,
+    Direct,
+    Forward,
+    Load,
+    Reduction,
+    Save,
+    ScriptPart,
+    Step,
+)
 from ft_deepspeed.dealing import POLICY
 from ft_deepspeed.resumption import Resumption
 from ft_deepspeed.script import Script
@@ -45,6 +56,8 @@ class Guards:
             patch.wrap(self._guard(make), of=engine)
         for patch in patched.BATCHES:
             patch.wrap(self._guard(Batch), of=engine)
+        for patch in patched.REDUCTIONS:
+            patch.wrap(self._guard(Reduction), of=engine)
         for patch in patched.SAVES:
             patch.wrap(self._guard(Save), of=engine)
         patched.BACKWARD.wrap(self._guard_direct_backward)

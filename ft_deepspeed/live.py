@@ -27,6 +27,7 @@ from ft_deepspeed.calls import (
 from ft_deepspeed.context import Context
 from ft_deepspeed.gradients import BY_PASS, CHANGED, TORN, WRITTEN, Gradients, Weights
 from ft_deepspeed.protected_state import ProtectedState
+from ft_deepspeed.results import UNRECORDED
 from ft_deepspeed.script import Script
 from ft_deepspeed.tape import Tape
 
@@ -164,7 +165,7 @@ class Live:
     def _record(self, call: Call, result: Any, numbers: counters.Numbers, ends: bool) -> None:
         """Have it on record for newcomers. `numbers`: the engine's counters as the call began."""
         results, number = self._script.results, self._script.number(call)
-        if call.kind not in ("step", "save"):
+        if call.kind not in UNRECORDED:
             given = call.loss if isinstance(call, (Backward, Direct)) else result
             results.record(call.kind, call.version, given)
         if isinstance(call, Backward) and isinstance(result, torch.Tensor) and result.numel() == 1:

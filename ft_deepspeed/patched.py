@@ -34,6 +34,12 @@ CALLS = declare_each(_ENGINE, "forward backward step", "a call that a failure in
 BATCHES = declare_each(
     _PIPELINE, "train_batch eval_batch", "a call that a failure interrupts is made again", optional=True
 )
+REDUCTIONS = declare_each(
+    _ENGINE,
+    "_flush_coalesced_reduction_zero12 _flush_coalesced_reduction_zero3",
+    "a call that a failure interrupts is made again",
+    optional=True,
+)
 SAVES = declare_each(
     _ENGINE,
     "save_checkpoint save_16bit_model save_fp16_model",

@@ -12,6 +12,8 @@ import logging
 import sys
 from typing import Any
 
+import torch
+
 from ft_core.adapter import ReplicaGroup
 from ft_core.errors import ConfigError
 from ft_core.kept import Kept
@@ -99,6 +101,11 @@ class Protection:
 
     def call(self, call: Call) -> Any:
         """Make a call of the script's, or answer it."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            # Within torch.func each tensor that is made is wrapped: nothing can be noted there, or begun.
+            if self._script.phase is Phase.CATCHING_UP:
+                self._session.in_place.cannot_pass("the engine is called within torch.func")
+            return call.method(*call.args, **call.kwargs)
         self._begin()
         script = self._script
         script.draws.calls()

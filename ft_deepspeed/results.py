@@ -23,7 +23,7 @@ RECENT = 3072
 
 _NORM = "grad norm"
 _AFTER = "after"
-_UNRECORDED = frozenset({"step", "save"})
+UNRECORDED = frozenset({"step", "save", "reduction"})
 """Kinds of calls that return nothing."""
 _HOST = torch.device("cpu")
 _NUMBER = torch.float64
@@ -100,7 +100,7 @@ class Results:
 
     def answer(self, kind: str, version: int, number: int, device: torch.device) -> Any:
         """What call `number` of that kind returned in the step after `version`. Raises NotOnRecord."""
-        if kind in _UNRECORDED:
+        if kind in UNRECORDED:
             return None
         calls = self._of(version).get(kind, [])
         if number >= len(calls):

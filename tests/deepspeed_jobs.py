@@ -338,6 +338,27 @@ class WritesState(OfScript):
 
 
 @dataclass(frozen=True)
+class Coalesced(OfScript):
+    """Training of a script that has the gradients of several micro batches reduced at once."""
+
+    file = "coalesced.py"
+    stage: int
+    dp: int = 2
+
+    def __str__(self) -> str:
+        return f"coalesced-zero{self.stage}"
+
+    def arguments(self, iterations: int, protected: bool) -> list[str]:
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 64},
+        }
+        path = write_config(str(self), config, protected)
+        return [f"--deepspeed_config={path}", f"--train-iters={iterations}"]
+
+
+@dataclass(frozen=True)
 class Preference(OfScript):
     """Training of a script that has an engine beside the one that it trains."""
 
