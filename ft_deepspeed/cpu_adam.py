@@ -8,6 +8,7 @@ with the optimizer's own code, on a tensor of one element.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 from typing import Any
@@ -46,12 +47,15 @@ class Powers:
     """Updates a tensor of its own, in a step and with betas."""
     products: Products | None = None
 
-    def note(self, step: int, betas: tuple[float, float]) -> None:
+    def note(self, step: Any, betas: tuple[float, float]) -> None:
         """The optimizer is called with these."""
-        self.products = self.products.after(step, betas) if self.products else Products(step, step, betas)
+        step, rounded = int(step), _rounded(betas)
+        self.products = self.products.after(step, rounded) if self.products else Products(step, step, rounded)
 
     def restore(self, products: Products) -> None:
         """Make the products again. Takes a millisecond per thousand steps, until they have vanished."""
+        if products == self.products:
+            return
         begun, seen, betas = products.begun, products.seen, products.betas
         if max(betas) ** seen < _VANISHED:
             begun = max(begun, seen - 1)
@@ -86,20 +90,20 @@ def _followed(optimizer: Any) -> Powers | None:
     if hasattr(optimizer, "ds_opt_adam"):
         if not isinstance(optimizer.ds_opt_adam, _Native):
             optimizer.ds_opt_adam = _Native(optimizer.ds_opt_adam, optimizer.opt_id)
-            _begin(optimizer.ds_opt_adam.powers, optimizer)
         return optimizer.ds_opt_adam.powers
     if hasattr(optimizer, "multi_tensor_adam") and get_accelerator().device_name() == "cpu":
-        powers = _follow_fused(optimizer)
-        _begin(powers, optimizer)
-        return powers
+        return _follow_fused(optimizer)
     return None
 
 
-def _begin(powers: Powers, optimizer: Any) -> None:
-    """Begin with the steps that were done before it was followed."""
-    step = max((state.get("step", 0) for state in optimizer.state.values()), default=0)
-    if step and powers.products is None:
-        powers.products = Products(step, step, tuple(optimizer.param_groups[0]["betas"]))
+def _rounded(betas: tuple[float, float]) -> tuple[float, float]:
+    """As they are in C++, which compares those."""
+    beta1, beta2 = struct.unpack("ff", struct.pack("ff", *betas))
+    return beta1, beta2
+
+
+def _scratch() -> list[torch.Tensor]:
+    return [torch.zeros(1, dtype=torch.float32, device="cpu") for _ in range(4)]
 
 
 class _Native:
@@ -107,7 +111,7 @@ class _Native:
 
     def __init__(self, native: Any, number: int) -> None:
         self._native = native
-        scratch = [torch.zeros(1) for _ in range(4)]
+        scratch = _scratch()
         self.powers = Powers(
             lambda step, betas: native.adam_update(number, step, 0.0, *betas, 1e-8, 0.0, True, *scratch)
         )
@@ -129,8 +133,8 @@ def _follow_fused(optimizer: Any) -> Powers:
     mode, native = optimizer.adam_w_mode, optimizer.multi_tensor_adam
     if hasattr(native, "powers"):
         return native.powers
-    scratch = [[torch.zeros(1)] for _ in range(4)]
-    none = torch.zeros(1, dtype=torch.int)
+    scratch = [[tensor] for tensor in _scratch()]
+    none = torch.zeros(1, dtype=torch.int, device="cpu")
     if mode not in _fused:
         _fused[mode] = Powers(
             lambda step, betas: native(0, none, scratch, 0.0, *betas, 1e-8, step, mode, True, 0.0)

@@ -54,7 +54,7 @@ class Gradients:
         self._was_set = True
 
     def left(self) -> None:
-        """A backward pass has returned, and the script goes on."""
+        """A call that makes gradients has returned, and the script goes on."""
         self._marks, self._was_set = self._now(), False
         if self._reads:
             self._reads -= 1
@@ -62,14 +62,18 @@ class Gradients:
 
     def changed(self) -> bool:
         """The script makes another call: whether it has changed them since."""
-        marks, norms = self._marks, self._norms
-        if marks is None:
-            return False
-        found = self._was_set or self._always or marks != self._now()
-        if not found and norms is not None and not torch.equal(norms, self._norm()):
-            found = self._always = True
+        found = self.differ()
         self._marks = self._norms = None
+        self._was_set = False
         return found
+
+    def differ(self) -> bool:
+        """Whether the script has changed them since."""
+        if self._was_set or self._marks is None:
+            return self._was_set
+        if not self._always and self._norms is not None and not torch.equal(self._norms, self._norm()):
+            self._always = True
+        return self._always or self._marks != self._now()
 
     def _now(self) -> list[tuple[int, int]]:
         return [(0, 0) if (g := p.grad) is None else (id(g), g._version) for p in self._parameters]

@@ -57,8 +57,8 @@ class Live:
         self._copied = self._torn = -1
         """The version that was still copied when the script went on after its step; and of those the one in
         which what the script has written since may be."""
-        self._recovering = self._written = False
-        """Whether a recovery has begun, and whether the script had written weights before it."""
+        self._recovering = self._written = self._changed = False
+        """Whether a recovery has begun; whether the script had written weights before it; or gradients."""
         self._gradients: Gradients
         self._weights: Weights
 
@@ -73,7 +73,7 @@ class Live:
         self._tape, self._script.forwards = Tape(self._script.position), []
         self._between = None
         self._copied = self._torn = -1
-        self._recovering = self._written = False
+        self._recovering = self._written = self._changed = False
         self._weights.restored(self._script.position, between=True)
 
     # -- a call ------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ class Live:
         self._pending = call
         result = self._persist(call)
         self._pending, call.given = None, True
-        if call.kind == "backward":
+        if call.kind in ("backward", "reduction"):
             self._gradients.left()
         changes = script.position != session.version or isinstance(call, Load)
         if self._weights.left(changes, call.evaluates):
@@ -221,6 +221,8 @@ class Live:
         there = session.between_steps and session.version == position and not isinstance(self._pending, Load)
         if there and not self._recovering:
             self._written = self._weights.differ(position)
+        if not self._recovering:
+            self._changed = self._pending is None and self._gradients.differ()
         self._recovering = True
         if self._between is None and self._pending is None:
             self._between = Context.capture(self._engine)
@@ -231,6 +233,8 @@ class Live:
             self._session.in_place.cannot_pass(TORN)
         if self._written or self._weights.were_written(version):
             return WRITTEN
+        if self._changed:
+            return CHANGED
         return self._tape.objection(version, self._pending)
 
     def redo(self, version: int) -> None:

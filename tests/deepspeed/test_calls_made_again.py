@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ft_core.errors import EpochChanged
 from ft_deepspeed.calls import Batch
 from ft_deepspeed.context import Context
-from ft_deepspeed.gradients import WRITTEN, Weights
+from ft_deepspeed.gradients import CHANGED, WRITTEN, Weights
 from ft_deepspeed.live import Live
 from ft_deepspeed.module_state import ModuleState
 
@@ -178,7 +178,11 @@ class Steps:
         self.engine = SimpleNamespace(module=self.model, optimizer=SimpleNamespace())
         monkeypatch.setattr(Context, "capture", lambda engine: None)
         self.live = Live(self, SimpleNamespace())  # type: ignore[arg-type]
-        self.live._gradients = SimpleNamespace(changed=lambda: False, left=lambda: None)  # type: ignore
+        self.clips = False
+        """Whether the script has changed gradients since the last call."""
+        self.live._gradients = SimpleNamespace(  # type: ignore
+            changed=lambda: self.clips, left=lambda: None, differ=lambda: self.clips
+        )
         self.live._weights = Weights(self.engine)
         self.live._persist = self._made  # type: ignore[method-assign]
         self.live.go_on()
@@ -223,6 +227,18 @@ class Steps:
     def write(self) -> None:
         """As a script does between two."""
         self.model.weight.data.add_(1)
+
+
+def test_a_failure_after_the_script_has_changed_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two calls: those that are made again leave other gradients than the script goes on with."""
+    steps = Steps(monkeypatch)
+    steps.step()
+    steps.recover()
+    steps.clips = True
+    steps.recover()
+    steps.fails = True
+    steps.step("forward")  # a call that is marked
+    assert steps.objections == [""] * 2 + [CHANGED] * 4
 
 
 def test_weights_that_the_script_writes_are_not_copied_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
-from ft_deepspeed.cpu_adam import CPUAdams, Products
+from ft_deepspeed.cpu_adam import CPUAdams, Powers, Products
 
 BETAS = (0.9, 0.999)
 
@@ -35,6 +35,19 @@ def test_products_begin_anew_where_a_step_is_not_the_next(calls: list[int], expe
 
 def test_products_begin_anew_with_other_betas() -> None:
     assert Products(1, 4, BETAS).after(5, (0.8, 0.999)) == Products(5, 5, (0.8, 0.999))
+
+
+def test_betas_are_compared_as_in_cpp() -> None:
+    calls: list[tuple[int, tuple[float, float]]] = []
+    powers = Powers(lambda step, betas: calls.append((step, betas)))
+    powers.note(4, (0.9, 0.999))
+    powers.note(torch.tensor(5.0), (0.9 + 1e-10, 0.999))  # another double, the same float
+    assert powers.products is not None and (powers.products.begun, powers.products.seen) == (4, 5)
+    powers.restore(powers.products)
+    assert not calls  # nothing has changed
+    powers.note(6, BETAS)
+    powers.restore(Products(4, 5, powers.products.betas))
+    assert [step for step, _ in calls] == [4, 4, 5] and calls[0][1] != calls[1][1] == calls[2][1]
 
 
 def _engine(optimizer: Any) -> Any:
