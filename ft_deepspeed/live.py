@@ -29,6 +29,7 @@ from ft_deepspeed.gradients import BY_PASS, CHANGED, TORN, WRITTEN, Gradients, W
 from ft_deepspeed.protected_state import ProtectedState
 from ft_deepspeed.results import UNRECORDED
 from ft_deepspeed.script import Script
+from ft_deepspeed.stale import StaleGradients
 from ft_deepspeed.tape import Tape
 
 _POINTS = {
@@ -61,11 +62,13 @@ class Live:
         """Whether a recovery has begun; whether the script had written weights before it; or gradients."""
         self._gradients: Gradients
         self._weights: Weights
+        self._stale: StaleGradients
 
     def begin(self) -> None:
         """The script makes its first call."""
         self._gradients = Gradients(self._engine)
         self._weights = Weights(self._engine, zero.inner_optimizers(self._engine))
+        self._stale = StaleGradients(self._engine, self._session.role)
         self.go_on()
 
     def go_on(self) -> None:
@@ -194,6 +197,7 @@ class Live:
         if script.loop is not None:
             script.loop.step_done()
         self._state.compare()
+        self._stale.step_ended(self._session.version + 1)
         self._session.step_done(dealt if script.leads_group else None)
 
     def _check_drawn(self, call: Call) -> None:

@@ -85,6 +85,9 @@ SET_STATE = declare(
     "what the script writes to the optimizer's state is not written again on its behalf",
     made_later=True,
 )
+GIVEN_GRADIENTS = declare(
+    f"{_ZERO3}.partition_grads", "which parameters get no gradient in a step's first micro batch is seen"
+)
 REPORT = declare(f"{_ENGINE}._report_progress", "a step that is done again was logged the first time")
 BEGIN_DATA = declare(
     "torch.utils.data.dataloader:_BaseDataLoaderIter.__init__",

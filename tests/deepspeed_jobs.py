@@ -343,19 +343,27 @@ class Coalesced(OfScript):
 
     file = "coalesced.py"
     stage: int
+    accumulation: int = 1
     dp: int = 2
 
     def __str__(self) -> str:
-        return f"coalesced-zero{self.stage}"
+        return f"{self.file.removesuffix('.py')}-zero{self.stage}"
 
     def arguments(self, iterations: int, protected: bool) -> list[str]:
         config = {
             "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": self.accumulation,
             "zero_allow_untested_optimizer": True,
             "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 64},
         }
         path = write_config(str(self), config, protected)
         return [f"--deepspeed_config={path}", f"--train-iters={iterations}"]
+
+
+class Unbalanced(Coalesced):
+    """Training of a script that has a layer which takes part in every second micro batch."""
+
+    file = "unbalanced.py"
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from deepspeed_jobs import (
     Preference,
     Quirks,
     Resumes,
+    Unbalanced,
     WritesState,
     Zero,
 )
@@ -64,6 +65,7 @@ def test_variant(training: Training, injected: str, tmp_path):
     with Job(tmp_path / "job", training, ITERATIONS, ftrun=ftrun) as job:
         result = job.finish()
     check_identical(result, training, ITERATIONS, again=TWICE * injected.count("@"))
+    assert "got no gradient" not in result.output
     check_survivors(result, training.world)
     check_clean(result)  # loader processes, too
     assert result.recoveries == injected.count("@")
@@ -81,6 +83,16 @@ def test_state_that_the_script_writes_between_steps(training: WritesState, tmp_p
         result = job.finish()
     check_identical(result, training, ITERATIONS, again=ITERATIONS * injected.count("@"))
     check_clean(result)
+
+
+def test_gradients_of_earlier_steps_that_stage_3_goes_by_are_named(tmp_path: Path) -> None:
+    """A failure loses them, so nobody may expect the same losses after it."""
+    inject = ("--respawn", "--ft-inject", "1@forward:3:worker")
+    with Job(tmp_path / "job", Unbalanced(3, accumulation=2), 6, ftrun=inject) as job:
+        result = job.finish()
+    assert result.recoveries == 1 and len(result.losses) == 6
+    named = "got no gradient in its first micro batch: 2 (sometimes.weight, sometimes.bias)"
+    assert result.output.count(f"role 0: step 1: parameters that {named}") == 1
 
 
 def test_a_step_that_cannot_be_made_again_on_a_scripts_behalf(tmp_path):
