@@ -83,6 +83,7 @@ class Job:
             overlay=overlay,
             check_epoch=ignored,
             exchanged=ignored,
+            role=0,
             point=ignored,
         )
         self.engine = Engine()
