@@ -133,9 +133,9 @@ def _follow_fused(optimizer: Any) -> Powers:
     mode, native = optimizer.adam_w_mode, optimizer.multi_tensor_adam
     if hasattr(native, "powers"):
         return native.powers
-    scratch = [[tensor] for tensor in _scratch()]
-    none = torch.zeros(1, dtype=torch.int, device="cpu")
     if mode not in _fused:
+        scratch = [[tensor] for tensor in _scratch()]
+        none = torch.zeros(1, dtype=torch.int, device="cpu")
         _fused[mode] = Powers(
             lambda step, betas: native(0, none, scratch, 0.0, *betas, 1e-8, step, mode, True, 0.0)
         )

@@ -35,7 +35,7 @@ class Caller(Protocol):
 
     @property
     def performing(self) -> bool:
-        """Whether a call passes straight through: the engine calls itself, or nothing is protected."""
+        """Whether a call passes straight through, see `Protection`."""
 
     def call(self, call: Call) -> Any:
         """Make it, or answer it."""
@@ -54,12 +54,13 @@ class Guards:
         engine = self._engine
         for patch, make in zip(patched.CALLS, (Forward, self._backward, Step), strict=True):
             patch.wrap(self._guard(make), of=engine)
-        for patch in patched.BATCHES:
-            patch.wrap(self._guard(Batch), of=engine)
-        for patch in patched.REDUCTIONS:
-            patch.wrap(self._guard(Reduction), of=engine)
-        for patch in patched.SAVES:
-            patch.wrap(self._guard(Save), of=engine)
+        for patches, call in (
+            (patched.BATCHES, Batch),
+            (patched.REDUCTIONS, Reduction),
+            (patched.SAVES, Save),
+        ):
+            for patch in patches:
+                patch.wrap(self._guard(call), of=engine)
         patched.BACKWARD.wrap(self._guard_direct_backward)
         patched.LOAD.wrap(self._guard_load, of=engine)
 

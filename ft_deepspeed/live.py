@@ -223,10 +223,10 @@ class Live:
         """An epoch is over: the script must find everything as it left it."""
         session, position = self._session, self._script.position
         there = session.between_steps and session.version == position and not isinstance(self._pending, Load)
-        if there and not self._recovering:
-            self._written = self._weights.differ(position)
         if not self._recovering:
             self._changed = self._pending is None and self._gradients.differ()
+            if there:
+                self._written = self._weights.differ(position)
         self._recovering = True
         if self._between is None and self._pending is None:
             self._between = Context.capture(self._engine)

@@ -96,16 +96,18 @@ class Protection:
 
     @property
     def performing(self) -> bool:
-        """Whether a call passes straight through: the engine calls itself, or nothing is protected."""
-        return self._live.performing or self._script.phase is Phase.RETIRED
+        """Whether a call passes straight through: the engine calls itself, or nothing is protected, or it is
+        within torch.func. Each tensor that is made there is wrapped: nothing can be noted, or begun."""
+        if self._live.performing or self._script.phase is Phase.RETIRED:
+            return True
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            return False
+        if self._script.phase is Phase.CATCHING_UP:
+            self._session.in_place.cannot_pass("the engine is called within torch.func")
+        return True
 
     def call(self, call: Call) -> Any:
         """Make a call of the script's, or answer it."""
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            # Within torch.func each tensor that is made is wrapped: nothing can be noted there, or begun.
-            if self._script.phase is Phase.CATCHING_UP:
-                self._session.in_place.cannot_pass("the engine is called within torch.func")
-            return call.method(*call.args, **call.kwargs)
         self._begin()
         script = self._script
         script.draws.calls()
@@ -118,7 +120,7 @@ class Protection:
 
     def beside(self, call: Call) -> Any:
         """Make a call of an engine that trains nothing, beside this one's."""
-        return call.execute() if self.performing else self.call(call)
+        return call.method(*call.args, **call.kwargs) if self.performing else self.call(call)
 
     def retires(self, why: str) -> bool:
         """The script is about to train something else, which nothing protects; `why`: for the user.

@@ -180,6 +180,18 @@ class OfScript:
     def script(self) -> Path:
         return SCRIPTS / self.file
 
+    def config(self) -> dict:
+        """The JSON, without our section."""
+        raise NotImplementedError
+
+    def flags(self) -> list[str]:
+        """What the script is told besides."""
+        return []
+
+    def arguments(self, iterations: int, protected: bool) -> list[str]:
+        path = write_config(str(self), self.config(), protected)
+        return [f"--deepspeed_config={path}", f"--train-iters={iterations}", *self.flags()]
+
     def environment(self) -> dict[str, str]:
         return variables()
 
@@ -227,16 +239,11 @@ class OwnLoop(OfScript):
         name = f"own-zero{self.stage}-dp{self.dp}-gas{self.gas}"
         return name + "-seeded" * self.seeded + "-direct" * self.direct
 
-    def arguments(self, iterations: int, protected: bool) -> list[str]:
-        config = {
-            "train_micro_batch_size_per_gpu": 4,
-            "gradient_accumulation_steps": self.gas,
-            "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": self.stage},
-        }
-        path = write_config(str(self), config, protected)
-        flags = [f"--deepspeed_config={path}", f"--micro-batches={self.gas}", f"--train-iters={iterations}"]
-        flags += ["--seeded"] * self.seeded + ["--direct"] * self.direct
+    def config(self) -> dict:
+        return _small(self.stage, self.gas)
+
+    def flags(self) -> list[str]:
+        flags = [f"--micro-batches={self.gas}", *["--seeded"] * self.seeded, *["--direct"] * self.direct]
         return [*flags, f"--checkpoints={self.checkpoints}"] if self.checkpoints else flags
 
 
@@ -251,15 +258,13 @@ class Habits(OfScript):
     def __str__(self) -> str:
         return f"habits-zero{self.stage}"
 
-    def arguments(self, iterations: int, protected: bool) -> list[str]:
-        config = {
+    def config(self) -> dict:
+        return {
             "train_micro_batch_size_per_gpu": 8,
             "gradient_clipping": 1.0,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
             "zero_optimization": {"stage": self.stage},
         }
-        path = write_config(str(self), config, protected)
-        return [f"--deepspeed_config={path}", f"--train-iters={iterations}"]
 
 
 @dataclass(frozen=True)
@@ -273,16 +278,8 @@ class Accelerated(OfScript):
     def __str__(self) -> str:
         return f"accelerate-zero{self.stage}"
 
-    def arguments(self, iterations: int, protected: bool) -> list[str]:
-        config = {
-            "train_micro_batch_size_per_gpu": 4,
-            "gradient_accumulation_steps": 2,
-            "gradient_clipping": 1.0,
-            "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": self.stage},
-        }
-        path = write_config(str(self), config, protected)
-        return [f"--deepspeed_config={path}", f"--train-iters={iterations}"]
+    def config(self) -> dict:
+        return _small(self.stage, 2) | {"gradient_clipping": 1.0}
 
 
 @dataclass(frozen=True)
@@ -297,19 +294,11 @@ class Quirks(OfScript):
     def __str__(self) -> str:
         return "quirks" + "-gradients" * self.gradients
 
-    def arguments(self, iterations: int, protected: bool) -> list[str]:
-        config = {
-            "train_micro_batch_size_per_gpu": 4,
-            "gradient_accumulation_steps": 2,
-            "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": 0 if self.gradients else 1},
-        }
-        path = write_config(str(self), config, protected)
-        return [
-            f"--deepspeed_config={path}",
-            f"--train-iters={iterations}",
-            *["--gradients"] * self.gradients,
-        ]
+    def config(self) -> dict:
+        return _small(0 if self.gradients else 1, 2)
+
+    def flags(self) -> list[str]:
+        return ["--gradients"] * self.gradients
 
 
 @dataclass(frozen=True)
@@ -325,16 +314,11 @@ class WritesState(OfScript):
     def __str__(self) -> str:
         return f"writes-state-zero{self.stage}{self.only}"
 
-    def arguments(self, iterations: int, protected: bool) -> list[str]:
-        zero = {"stage": self.stage, "stage3_param_persistence_threshold": 64}
-        config = {
-            "train_micro_batch_size_per_gpu": 4,
-            "zero_allow_untested_optimizer": True,
-            "zero_optimization": zero,
-        }
-        path = write_config(str(self), config, protected)
-        flags = [f"--deepspeed_config={path}", f"--train-iters={iterations}"]
-        return [*flags, *[f"--only={self.only}"] * bool(self.only)]
+    def config(self) -> dict:
+        return _small(self.stage, stage3_param_persistence_threshold=64)
+
+    def flags(self) -> list[str]:
+        return [f"--only={self.only}"] * bool(self.only)
 
 
 @dataclass(frozen=True)
@@ -349,15 +333,8 @@ class Coalesced(OfScript):
     def __str__(self) -> str:
         return f"{self.file.removesuffix('.py')}-zero{self.stage}"
 
-    def arguments(self, iterations: int, protected: bool) -> list[str]:
-        config = {
-            "train_micro_batch_size_per_gpu": 4,
-            "gradient_accumulation_steps": self.accumulation,
-            "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 64},
-        }
-        path = write_config(str(self), config, protected)
-        return [f"--deepspeed_config={path}", f"--train-iters={iterations}"]
+    def config(self) -> dict:
+        return _small(self.stage, self.accumulation, stage3_param_persistence_threshold=64)
 
 
 class Unbalanced(Coalesced):
@@ -379,15 +356,11 @@ class Preference(OfScript):
     def __str__(self) -> str:
         return f"preference-zero{self.stage}-reference{self.reference}" + "".join(self.more)
 
-    def arguments(self, iterations: int, protected: bool) -> list[str]:
-        config = {
-            "train_micro_batch_size_per_gpu": 4,
-            "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 64},
-        }
-        path = write_config(str(self), config, protected)
-        flags = [f"--deepspeed_config={path}", f"--train-iters={iterations}"]
-        return [*flags, f"--reference-stage={self.reference}", *self.more]
+    def config(self) -> dict:
+        return _small(self.stage, stage3_param_persistence_threshold=64)
+
+    def flags(self) -> list[str]:
+        return [f"--reference-stage={self.reference}", *self.more]
 
 
 @dataclass(frozen=True)
@@ -401,14 +374,11 @@ class Keeps(OfScript):
     def __str__(self) -> str:
         return "keeps" + "".join(self.more)
 
-    def arguments(self, iterations: int, protected: bool) -> list[str]:
-        config = {
-            "train_micro_batch_size_per_gpu": 4,
-            "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": 1},
-        }
-        path = write_config(str(self), config, protected)
-        return [f"--deepspeed_config={path}", f"--train-iters={iterations}", *self.more]
+    def config(self) -> dict:
+        return _small(1)
+
+    def flags(self) -> list[str]:
+        return [*self.more]
 
 
 @dataclass(frozen=True)
@@ -424,15 +394,11 @@ class Phases(OfScript):
     def __str__(self) -> str:
         return "phases"
 
-    def arguments(self, iterations: int, protected: bool) -> list[str]:
-        config = {
-            "train_micro_batch_size_per_gpu": 8,
-            "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": 1},
-        }
-        path = write_config(str(self), config, protected)
-        about = [f"--checkpoints={self.checkpoints}", f"--first={self.first}", f"--dies-at={self.dies_at}"]
-        return [f"--deepspeed_config={path}", f"--train-iters={iterations}", *about]
+    def config(self) -> dict:
+        return _small(1) | {"train_micro_batch_size_per_gpu": 8}
+
+    def flags(self) -> list[str]:
+        return [f"--checkpoints={self.checkpoints}", f"--first={self.first}", f"--dies-at={self.dies_at}"]
 
 
 @dataclass(frozen=True)
@@ -446,10 +412,11 @@ class Resumes(OfScript):
     def __str__(self) -> str:
         return "resumes"
 
-    def arguments(self, iterations: int, protected: bool) -> list[str]:
-        config = {"train_micro_batch_size_per_gpu": 4, "zero_allow_untested_optimizer": True}
-        path = write_config(str(self), config, protected)
-        return [f"--deepspeed_config={path}", f"--train-iters={iterations}", f"--own={self.own}"]
+    def config(self) -> dict:
+        return _small(0)
+
+    def flags(self) -> list[str]:
+        return [f"--own={self.own}"]
 
 
 def variables(*first: Path) -> dict[str, str]:
@@ -478,4 +445,14 @@ def _config(gas: int, clipping: float) -> dict:
         "gradient_clipping": clipping,
         "optimizer": {"type": "AdamW", "params": adam},
         "scheduler": {"type": "WarmupDecayLR", "params": decay},
+    }
+
+
+def _small(stage: int, gas: int = 1, **zero: int) -> dict:
+    """That of a script with an optimizer of its own."""
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": gas,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, **zero},
     }
