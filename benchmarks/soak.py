@@ -225,9 +225,11 @@ class Job:
 
     def _fault(self) -> Fault | None:
         """One that can be now."""
-        kinds = dict(KINDS)
+        kinds = {kind: often for kind, often in KINDS.items() if kind in self._args.kinds}
         if not self.is_well():
-            kinds = {kind: often for kind, often in KINDS.items() if kind not in COSTLY}
+            kinds = {kind: often for kind, often in kinds.items() if kind not in COSTLY}
+        if not kinds:
+            return None
         kind = self._dice.choices(list(kinds), list(kinds.values()))[0]
         found = Processes(self.process.pid)
         workers = [worker for worker, _ in self._roles.values() if worker in found.workers]
@@ -380,6 +382,7 @@ def main() -> int:
     p.add_argument("--faults", type=int, default=100)
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--every", type=float, default=2.5, help="seconds between faults, on average")
+    p.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="of faults; all of them")
     p.add_argument("--script", choices=["core", "zero1", "zero3"], default="core", help="what is trained")
     p.add_argument("--policy", choices=["wait", "shrink"], default="wait")
     p.add_argument("--ready", default="0", help="--ft-ready-standbys")
