@@ -10,7 +10,7 @@ from ft_core.control.cluster.node import Node
 from ft_core.control.events import Peer
 from ft_core.control.observe.observations import StepDone
 from ft_core.control.period import TRIES, ProtectionPeriod
-from ft_core.control.phases import Quiescing, Running
+from ft_core.control.phases import Quiescing, Running, Waiting
 from ft_core.control.prestart.notices import Notices
 from ft_core.control.prestart.stop import Stop, release
 from ft_core.control.recovery import RecoveryCoordinator
@@ -78,7 +78,7 @@ class Changeovers:
         if isinstance(recovery.phase, Running):
             again = plan is not None and plan.origin == "memory"
             return again and not (recovery.progress.all_stepped or self.objection())
-        return isinstance(recovery.phase, Quiescing)
+        return isinstance(recovery.phase, Quiescing | Waiting)
 
     def objection(self) -> str:
         """Why no node can be taken out at present; empty, as a rule."""

@@ -462,14 +462,16 @@ class SimJob:
         self.slow.record(controller, event)
         if event.event == "joined":
             self._joined[event.more["node"]] = self.world.now
-        if event.event == "stopping":  # who comes after that finds a job that ends
+        if event.event in ("stopping", "stopped"):  # who comes after that finds a job that ends
             known = controller.machine.cluster.nodes
-            self._all_told = self._all_are_told([node for node in self.live() if node.name in known])
+            self._all_told |= self._all_are_told([node for node in self.live() if node.name in known])
         if event.event == "controller_restarted":
             self._look(controller)
         said = event.event == "starting_over" or "it is damaged" in event.reason
-        if said and not self.storage.complete():
-            self.training.least = 0  # what a former job has left is damaged, and it is said
+        if (said and not self.storage.complete()) or self.storage.is_nowhere:
+            self.training.least = (
+                0  # what a former job has left is damaged, and it is said; or nobody sees it
+            )
         if event.event in ("state_restored", "resumed", "communicators_ready"):
             plan = controller.machine.cluster.current_plan
             of = set(plan.roles) - set(plan.newcomers if event.event == "communicators_ready" else ())
@@ -545,10 +547,11 @@ class SimJob:
         """It is not, and nobody is to blame."""
         seen = [node for node in self.live() if node.name in controller.machine.cluster.nodes]
         well = self.network.sound and not self.outcome.pauses and not controller.slept
+        there = [durable.version_of(n) for n in self.storage.complete() if not self._left_behind(n)]
         if (
             well
             and not self.storage.ever_ailed
-            and self._held_and_compared(seen, controller) > self._begun_with
+            and self._held_and_compared(seen, controller) > max(self._begun_with, *there, 0)
         ):
             raise Invariant.SAVED.broken(
                 f"all is well, and the nodes hold {self._held(seen)}: {event.reason}"
