@@ -114,7 +114,7 @@ class RecoveryCoordinator:
         self.cluster.plan, self.progress, self.plan_was_inherited = plan, Progress(plan), own is None
         self.delivery.new_plan(own)
         if own is None:  # whatever was to begin anew here was of another past
-            self.escalation = None
+            self.escalation, self.cluster.script.begun_here = None, False
             self._workers_to_exit.clear()
             self.cluster.versions.verified = self.cluster.versions.tainted = None
 
@@ -130,6 +130,7 @@ class RecoveryCoordinator:
         cluster.groups.changed(start.version, start.roles)
         if before is None or (cluster.versions.initial is None and start.origin == "durable"):
             cluster.script.started_from = start.version, start.origin
+        cluster.script.begun_here |= before is None
         job = before.job if before is not None else self._ids()
         if start.durable and parse(start.durable).job != job:
             cluster.script.begun_from = start.durable

@@ -835,7 +835,7 @@ class SimJob:
         if "cannot be read" in reason or "not by nodes" in reason:
             return storage.was_in_trouble
         if "Every durable checkpoint" in reason:
-            return bool(storage.damaged)
+            return bool(storage.damaged) or storage.was_in_trouble
         return self._newest_is_damaged and "damaged" in reason
 
     @property

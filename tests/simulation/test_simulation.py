@@ -29,9 +29,11 @@ from .schedules import (
 
 SCHEDULES = int(os.environ.get("SCHEDULES", "2000"))
 FAILED_ONCE = {
+    -2987081085: "all was lost, also which job it was: its checkpoint, found later, was left out",
+    83613885: "the oracle: what the job was to begin with had gone with the mount of its directory",
     579817: "a node told to end left while the job waited for another, with the only copy that there was",
     468176: "the oracle wanted to be written at the end what had been read from storage, and was there",
-    599690: "the oracle: no node had the storage mounted as the job began, so nobody knew of a checkpoint",
+    599690: "the oracle: no node had the storage mounted as the job began: nobody knew of a checkpoint",
     83941461: "the oracle: the only node left was told to end, which is the job",
     -1729828380: "agents stayed with a leader that was stopped before its first word, while another one led",
     1021: "a node without the plan was told once to bring a group back (what_to_prepare_is_said_once)",

@@ -19,6 +19,8 @@ class Script:
     """Version and origin that the job began with."""
     begun_from: str = ""
     """The name of another job's durable checkpoint that it began with, if it did."""
+    begun_here: bool = False
+    """Whether this controller has made its first plan, of all that anybody knows."""
     restart_epoch: int = 0
     """The newest epoch in which all scripts were started again."""
     parts: list[int] = field(default_factory=list)

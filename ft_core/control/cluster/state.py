@@ -311,7 +311,8 @@ class ClusterState:
     def past(self) -> Past:
         """What durable checkpoints the job may go on from."""
         untrained = self.versions.initial is None and not self.script.restart_epoch
-        if self.plan is None or (untrained and not self.all_is_lost):
+        # Where all is lost, its identity is as well, unless somebody has told of its plan.
+        if self.plan is None or (untrained and (self.script.begun_here or not self.all_is_lost)):
             return Past()
         left = list(self.versions.left)
         if self.versions.tainted is not None:

@@ -296,8 +296,9 @@ def _from_storage(
 
 def _all_are_damaged(cluster: ClusterState) -> str:
     return (
-        f"Every durable checkpoint in {cluster.settings.durable_dir} is damaged (see the errors above). "
-        "Nothing has been trained since. To start without one, give another one."
+        f"Every durable checkpoint in {cluster.settings.durable_dir} is damaged (see the errors above), or "
+        "no longer there: is the directory mounted on every node? Nothing has been trained since. To start "
+        "without a checkpoint, give another directory."
     )
 
 
