@@ -343,10 +343,13 @@ class SimController(Process):
         """Goes on if it is stopped."""
         self.acts_late = False
         if self.wild:
-            self.wild = False
             self.shows(self.world.now)
+            self.world.at(lease.SECONDS, self._is_tame)  # that clock says when it had its lease
         while self.alive and self.stopped:
             self.go_on()
+
+    def _is_tame(self) -> None:
+        self.wild = False
 
     def die(self) -> None:
         """SIGKILL; `ftrun` starts another."""

@@ -584,6 +584,8 @@ class SimJob:
             self._moving = event.epoch
             workers = [w for node in self.live() for w in node.workers.values()]
             well = self.network.sound and not self.outcome.pauses and not controller.slept
+            there = {node.name for node in self.live()}  # who has stopped may be lost since
+            well &= there >= set(cluster.places.values())
             if well and not any(isinstance(w.state, Holding) for w in workers):
                 raise Invariant.DRAINS.broken("roles move, and nobody has stopped for that between two steps")
         elif event.event == "detected" or event.epoch > self._moving:

@@ -29,6 +29,9 @@ from .schedules import (
 
 SCHEDULES = int(os.environ.get("SCHEDULES", "2000"))
 FAILED_ONCE = {
+    85543721: "the only node left was told to end, and ended before others came for what it held",
+    3812269799: "the oracle: who had stopped between two steps was lost before the controller heard of that",
+    -3655402511: "the oracle: a clock that had stood still was right again, and what it had said was not",
     -2987081085: "all was lost, also which job it was: its checkpoint, found later, was left out",
     83613885: "the oracle: what the job was to begin with had gone with the mount of its directory",
     579817: "a node told to end left while the job waited for another, with the only copy that there was",

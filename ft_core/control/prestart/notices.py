@@ -155,12 +155,19 @@ class Notices:
             elif name not in cluster.roles_by_node and not (going.told or going.noticed):
                 pass  # it is avoided, and needed if no other is left
             elif going.told and recovers and now < going.deadline - HELD_UNTIL:
-                if name not in draining.held and now >= going.not_before:
-                    draining.held.add(name)
-                    effects.append(Send(node.peer, Drain(wanted=True)))
+                if now >= going.not_before:
+                    effects += self._hold(draining, node)
             elif now >= going.not_before:
                 effects += self._begin(cluster, draining, prestart, node, going, why_not, now)
         return effects
+
+    @staticmethod
+    def _hold(draining: Draining, node: Node) -> list[Effect]:
+        """Have a node that was told to end stay for now."""
+        if node.name in draining.held:
+            return []
+        draining.held.add(node.name)
+        return [Send(node.peer, Drain(wanted=True))]
 
     def _begin(
         self,
@@ -172,12 +179,15 @@ class Notices:
         why_not: str,
         now: float,
     ) -> list[Effect]:
-        draining.held.discard(node.name)
         # Who is sick goes where it is better, and nowhere else; who is about to go, wherever there is room.
         unfit = cluster.avoided(now) if going.sick and going.deadline == math.inf else ()
         objection = why_not or draining.objection(cluster, node.name, unfit)
         if not why_not and going.deadline < math.inf and can_shrink(cluster, node.name):
             objection = ""
+        alone = cluster.roles_by_node.keys() == {node.name}
+        if objection and going.told and alone and now < going.deadline - HELD_UNTIL:
+            return self._hold(draining, node)  # all that there is of the job: another node may come for it
+        draining.held.discard(node.name)
         if not objection:
             going.drained = True
             return draining.begin(cluster, prestart, node.name, going.reason, going.deadline)
