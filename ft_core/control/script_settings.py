@@ -50,6 +50,8 @@ class ScriptSettings:
         if news:
             values = question.settings.items()
             self._out.record("configured", ", ".join(f"{name} {value}" for name, value in values))
+            if self._cluster.settings.policy == "shrink" and self._cluster.plan is not None:
+                self._out.emit(*self._recovery.samples.begin(self._cluster))
             if self._cluster.settings.spares > started:
                 _warn_of_spares(self._cluster, started)
         self._asking.append((node.peer, question))

@@ -777,7 +777,7 @@ class SimJob:
         self.over = True
         self.outcome.code = code
         account = controller.machine.view.account
-        self.time.compare(account, self.shape.elects)
+        self.time.compare(account)
         if self.network.sound and not controller.slept:  # it saw all steps when they were done
             self.time.check_steps(account, self.training.step_at)
         if code == 0:

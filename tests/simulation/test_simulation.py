@@ -29,6 +29,8 @@ from .schedules import (
 
 SCHEDULES = int(os.environ.get("SCHEDULES", "2000"))
 FAILED_ONCE = {
+    84257763: "the ledger lacked the epoch in which the script said what becomes of lost groups",
+    82712195: "the oracle read what took the time from a file whose disk was full",
     85543721: "the only node left was told to end, and ended before others came for what it held",
     3812269799: "the oracle: who had stopped between two steps was lost before the controller heard of that",
     -3655402511: "the oracle: a clock that had stood still was right again, and what it had said was not",

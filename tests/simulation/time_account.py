@@ -133,16 +133,16 @@ class TimeAccount:
             both = f"{least:.2f} to {most:.2f} s"
             raise Invariant.TIME.broken(f"steps took {both}, and {after:.2f} s came after: {account.seconds}")
 
-    def compare(self, account: Account, elected: bool) -> None:
+    def compare(self, account: Account) -> None:
         """At the end: what the events say, and what the controller does."""
         lines = goodput.in_order(self._lines)
         read = goodput.seconds(lines)
         total = sum(account.seconds.values())
-        # The end is said once whoever keeps the lease has agreed; and not at all where the disk is full.
+        # The end is said once whoever keeps the lease has agreed.
         late = abs(sum(read.values()) - total)
         allowed = 0.01 * total + 0.1 + self._unnoted + late
-        if elected and len(self._lines) < self.said:
-            return  # successors were left what no file has
+        if len(self._lines) < self.said:
+            return  # the disk is full, or successors were left what no file has
         apart = sum(abs(read[cause] - seconds) for cause, seconds in account.seconds.items()) / 2
         if apart > allowed:
             raise Invariant.TIME.broken(
