@@ -53,6 +53,7 @@ _IMPORT = "in a fork server, while it imports what the script does: what a packa
 IMPORT = declare("builtins:__import__", _IMPORT)
 IMPORT_BY_NAME = declare("importlib._bootstrap:_gcd_import", _IMPORT)
 READ_VARIABLE = declare("os:_Environ.__getitem__", _IMPORT)
+EACH_VARIABLE = declare("os:_Environ.__iter__", _IMPORT)
 WRITE_VARIABLE = declare("os:_Environ.__setitem__", _IMPORT)
 _MARKED = "until training begins: the time line tells when it is made"
 MADE = {

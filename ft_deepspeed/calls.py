@@ -8,17 +8,22 @@ random states, which on restored state gives the same bits. What the script comp
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import inspect
 import itertools
 import os
 import weakref
+from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
+from ft_core.patching import replaced
 from ft_core.state import rng
 from ft_deepspeed.context import Context
 from ft_deepspeed.results import Results
@@ -27,6 +32,8 @@ RETURNED = "backward"
 """Under this name is on record what a backward pass has returned that is not the script's loss."""
 _GONE = "what its loss was computed from is not there any more"
 BESIDE = "its loss has terms that do not come from the engine's outputs, so what computed them must run again"
+_LOOP = frozenset({"state", "control"})
+"""What Hugging Face's Trainer saves of its own loop."""
 _LOOKED_AT = 10_000
 """Nodes of a graph that leads into the engine's part, at most, once that is known."""
 
@@ -410,9 +417,25 @@ class Load(Call):
 
 
 class Save(Call):
-    """`save_checkpoint` and its like: done again as a whole, so that the files are of one piece."""
+    """`save_checkpoint` and its like: done again as a whole, so that the files are of one piece, with what
+    the script had to save then: it may have changed that since."""
 
     kind = "save"
+
+    def execute(self) -> Any:
+        """Save, and keep what there was to save."""
+        self._then = pytree.tree_map(_as_it_is, (self.args, self.kwargs))
+        loops = _is_trainer(self.args)
+        self._loop = {name: copy.deepcopy(getattr(self.args[0], name)) for name in _LOOP} if loops else {}
+        return super().execute()
+
+    def repeat(self) -> Any:
+        """Save that once more."""
+        if not self.given:
+            return super().execute()
+        args, kwargs = self._then
+        with replaced(args[0], dict(self._loop)) if self._loop else contextlib.nullcontext():
+            return self.method(*args, **kwargs)
 
     def answer(self, results: Results, number: int) -> Any:
         """The files are there, or have been removed since, and the state in memory is a later one. A script
@@ -422,6 +445,17 @@ class Save(Call):
             tag = given.get("tag") or f"global_step{self.engine.global_steps}"
             os.makedirs(os.path.join(given["save_dir"], str(tag)), exist_ok=True)
         return True
+
+
+def _is_trainer(args: tuple[Any, ...]) -> bool:
+    return bool(args) and getattr(args[0], "__dict__", {}).keys() >= _LOOP
+
+
+def _as_it_is(value: Any) -> Any:
+    """A copy of what is plain data, or numbers of a kind; of the rest nobody knows what a copy would be."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return copy.deepcopy(value) if isinstance(value, (set, bytearray, np.ndarray, Namespace)) else value
 
 
 class ScriptPart:

@@ -4,7 +4,8 @@ A module that reads the environment when it is imported is another one where tha
 which has a rank, or because the script has set something before its own import. Packages that did so, and
 those that imported them, are out of sight when the script begins. Its import of one brings it back if nothing
 that was read reads otherwise now; else it is imported anew, as it would be elsewhere. A package with native
-code cannot be imported twice: that is said.
+code cannot be imported twice, nor one that fails the second time (`datasets` registers types with pyarrow,
+once): that is said.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -74,10 +76,13 @@ def noted() -> Iterator[None]:
     _before = frozenset(map(package_of, sys.modules))
     _packages.setdefault("torch", Package()).reads.update({name: os.environ.get(name) for name in _NATIVE})
     read, write = patched.READ_VARIABLE.original(), patched.WRITE_VARIABLE.original()
+    each = patched.EACH_VARIABLE.original()
     load, load_by_name = patched.IMPORT.original(), patched.IMPORT_BY_NAME.original()
+    looked_through = deque[str]()
 
     def reads(environment: Any, name: str) -> str:
-        package = _of(sys._getframe(1))
+        as_all = bool(looked_through) and name == looked_through[0] and looked_through.popleft()
+        package = _of(sys._getframe(1), unless=name if as_all else "")
         try:
             value: str = read(environment, name)
         except KeyError:
@@ -85,6 +90,12 @@ def noted() -> Iterator[None]:
             raise
         package.reads.setdefault(name, value)
         return value
+
+    def looks_through(environment: Any) -> Iterator[str]:
+        looked_through.clear()
+        for name in each(environment):  # `dict` has all names first, `items` reads each as it comes
+            looked_through.append(name)
+            yield name
 
     def writes(environment: Any, name: str, value: str) -> None:
         _written.add(name)
@@ -105,6 +116,7 @@ def noted() -> Iterator[None]:
 
     with (
         patched.READ_VARIABLE.replaced(reads),
+        patched.EACH_VARIABLE.replaced(looks_through),
         patched.WRITE_VARIABLE.replaced(writes),
         patched.IMPORT.replaced(loads),
         patched.IMPORT_BY_NAME.replaced(loads_by_name),
@@ -112,11 +124,14 @@ def noted() -> Iterator[None]:
         yield
 
 
-def _of(frame: FrameType | None) -> Package:
-    """The package that something is done for, perhaps through the standard library."""
+def _of(frame: FrameType | None, unless: str = "") -> Package:
+    """The package that something is done for, perhaps through the standard library. `unless`: a variable that
+    is read as all are, which is for nobody whose name is not in it."""
     while frame is not None:
         package = package_of(frame.f_globals.get("__name__") or "")
         if package not in sys.stdlib_module_names:
+            if unless and package.lower() not in unless.lower():
+                return Package()
             return _packages.setdefault(package, Package())
         frame = frame.f_back
     return Package()
@@ -125,8 +140,7 @@ def _of(frame: FrameType | None) -> Package:
 def check() -> None:
     """In a worker, once its script has imported what it does: say what of the environment came too late."""
     for name in _before & _packages.keys():
-        if names := _packages[name].differs():
-            _say(name, names)
+        _say(name, _packages[name].differs())
 
 
 # -- in a worker -----------------------------------------------------------------------------------
@@ -157,30 +171,39 @@ class _Finder(MetaPathFinder):
 
     def __init__(self, hidden: set[str]) -> None:
         self._hidden = hidden
+        self._anew: dict[str, dict[str, dict[str, ModuleType]]] = {}
+        """For packages that are to be imported anew: the modules of all those that are so together."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         package = package_of(name)
-        if package not in self._hidden:
+        if package in self._hidden:
+            self._decide(package)
+            if (module := sys.modules.pop(name, None)) is not None:  # who finds it there loads it once more
+                return ModuleSpec(name, _Back(module), origin=getattr(module, "__file__", None))
+        if (former := self._anew.pop(name, None)) is None:
             return None
-        self._decide(package)
-        if (module := sys.modules.pop(name, None)) is None:  # who finds it there loads it once more
-            return None
-        return ModuleSpec(name, _Back(module), origin=getattr(module, "__file__", None))
+        for finder in sys.meta_path:
+            if finder is not self and (spec := finder.find_spec(name, path, target)) is not None:
+                if spec.loader is not None:
+                    spec.loader = _Anew(spec.loader, former)
+                return spec
+        return None
 
     def _decide(self, wanted: str) -> None:
         """Bring that package back, with those that it needs, or have it imported anew."""
         needed = self._needed(wanted)
         differ = {name for name in needed if _packages[name].differs()}
-        anew = _and_who_needs(differ, needed)
+        anew = {name for name in _and_who_needs(differ, needed) if not _is_native(_packages[name])}
+        former = {name: _packages[name].modules for name in anew}
         for name in needed:
             package = _packages[name]
             self._hidden.discard(name)
-            if name in anew and not _is_native(package):
+            if name in anew:
+                self._anew[name] = former
                 continue
-            if names := package.differs():
-                _say(name, names)
+            _say(name, package.differs())
             sys.modules.update(package.modules)
         for name in needed:
             for each in _packages[name].modules:
@@ -194,6 +217,35 @@ class _Finder(MetaPathFinder):
             found |= more
             ahead += more
         return found
+
+
+class _Anew(Loader):
+    """Loads a module once more; where that fails, it is as before, with those that came with it."""
+
+    def __init__(self, loader: Loader, former: dict[str, dict[str, ModuleType]]) -> None:
+        self._loader, self._former = loader, former
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__
+        try:
+            self._loader.exec_module(module)
+        except Exception as error:
+            if name not in self._former:  # another has failed before, and has brought all back
+                raise
+            log.warning("%s cannot be imported again: %s: %s", name, type(error).__name__, error)
+            for each in [each for each in sys.modules if package_of(each) in self._former]:
+                del sys.modules[each]
+            for package, modules in self._former.items():
+                _say(package, _packages[package].differs())
+                sys.modules.update(modules)
+            vars(module).update(vars(sys.modules[name]))  # for whoever has it already
+            self._former.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
 
 class _Back(Loader):
@@ -215,6 +267,8 @@ def _is_native(package: Package) -> bool:
 
 
 def _say(package: str, names: list[str]) -> None:
+    if not names:
+        return
     log.warning(
         "%s was imported before the script had set %s, and cannot be imported again: set it for ftrun",
         package,

@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ft_core.errors import EpochChanged
-from ft_deepspeed.calls import Batch
+from ft_deepspeed.calls import Batch, Save
 from ft_deepspeed.context import Context
 from ft_deepspeed.gradients import CHANGED, WRITTEN, Weights
 from ft_deepspeed.live import Live
@@ -50,6 +50,36 @@ def test_an_evaluation_that_is_abandoned_leaves_the_training_data_in_their_place
     assert engine.data_iterator is engine.training
     engine.fails = False
     assert call.execute() == 10 and engine.data_iterator is engine.training
+
+
+def test_a_save_that_is_made_again_is_of_what_there_was_to_save() -> None:
+    saved = list[tuple[Any, ...]]()
+
+    def save(place: str, client_state: dict[str, Any]) -> None:
+        saved.append(
+            (client_state["samples"], client_state["order"].tolist(), client_state["lists"][0].copy())
+        )
+
+    client = {"samples": 4, "order": torch.tensor([1, 2]), "lists": [[1]]}
+    call = Save(None, save, ("there",), {"client_state": client})
+    call.execute()
+    call.given = True  # the script goes on
+    client["samples"] = 8
+    client["order"].add_(1)
+    client["lists"][0].append(2)
+    call.repeat()
+    assert saved == 2 * [(4, [1, 2], [1])]
+
+
+def test_a_trainers_save_that_is_made_again_is_of_where_its_loop_was() -> None:
+    saved, trainer = list[str](), SimpleNamespace(state=SimpleNamespace(log=["a"]), control="saves")
+    call = Save(None, lambda self: saved.append(f"{self.state.log} {self.control}"), (trainer,), {})
+    call.execute()
+    call.given = True
+    trainer.state.log.append("b")
+    trainer.control = "goes on"
+    call.repeat()
+    assert saved == 2 * ["['a'] saves"] and trainer.control == "goes on" and trainer.state.log == ["a", "b"]
 
 
 def test_a_training_batch_that_is_abandoned_is_made_of_the_same_data() -> None:

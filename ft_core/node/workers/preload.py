@@ -264,7 +264,7 @@ def _pools_survive() -> bool:
 
 def main() -> None:
     """Import all that there is, and begin anew without what must not be."""
-    without = json.loads(os.environ.get(WITHOUT, "{}"))
+    without = json.loads(os.environ.pop(WITHOUT, "{}"))
     gc.disable()  # nothing is garbage yet
     try:
         with import_output.kept():
@@ -283,4 +283,3 @@ def main() -> None:
         whole = {imports.package_of(name): why for name, why in unsafe.items()} if without else {}
         os.environ[WITHOUT] = json.dumps(without | unsafe | whole)
         os.execv(sys.executable, sys.orig_argv)
-    os.environ.pop(WITHOUT, None)

@@ -147,6 +147,29 @@ def test_native_code_is_not_imported_twice(packages: Path) -> None:
     assert "reads was imported before the script had set SET, and cannot be imported again" in found[-1]
 
 
+def test_what_fails_the_second_time_is_as_it_was_before(packages: Path) -> None:
+    with (packages / "above.py").open("a") as file:
+        file.write("\nimport json\nif hasattr(json, 'mine'): raise KeyError('mine already')\njson.mine = 1\n")
+    found = printed(BROUGHT_BACK.format(path=str(packages), change="os.environ['SET'] = 'after'"))
+    assert found[:2] == ["True True True before True", "True reads.deep True True"]
+    assert "above cannot be imported again: KeyError: 'mine already'" in found[-2]
+    assert "reads was imported before the script had set SET, and cannot be imported again" in found[-1]
+
+
+@pytest.mark.parametrize("look", ["dict(os.environ)", "list(os.environ.items())", "os.environ.copy()"])
+def test_who_looks_at_all_variables_has_read_those_that_bear_its_name(look: str, tmp_path: Path) -> None:
+    files(tmp_path, looking=f"import os\nALL = {look}\nos.environ.get('NAMED')")
+    code = f"""
+        import sys
+        sys.path.insert(0, {str(tmp_path)!r})
+        from ft_core.worker import imports
+        with imports.noted():
+            import looking
+        print(sorted(imports._packages["looking"].reads))
+    """
+    assert printed(code, LOOKING_AT="1", OTHER="2", NAMED="3") == ["['LOOKING_AT', 'NAMED']"]
+
+
 # -- what must not be in a process that others are forked from -------------------------------------
 
 FORKED = """
