@@ -578,6 +578,7 @@ class Agent:
                 self._start(-1)
             return
         if self._termination.explains(code):
+            self.epochs.report_if_quiet()  # else nobody knows what could be saved of what is held here
             if self.crew.playing():
                 self._termination.leave_at = min(self._termination.leave_at, self._now + GRACE)
             else:
