@@ -16,6 +16,7 @@ import os
 import weakref
 from argparse import Namespace
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -424,7 +425,7 @@ class Save(Call):
 
     def execute(self) -> Any:
         """Save, and keep what there was to save."""
-        self._then = pytree.tree_map(_as_it_is, (self.args, self.kwargs))
+        self._then = pytree.tree_map(partial(_as_it_is, {}), (self.args, self.kwargs))
         loops = _is_trainer(self.args)
         self._loop = {name: copy.deepcopy(getattr(self.args[0], name)) for name in _LOOP} if loops else {}
         return super().execute()
@@ -451,11 +452,12 @@ def _is_trainer(args: tuple[Any, ...]) -> bool:
     return bool(args) and getattr(args[0], "__dict__", {}).keys() >= _LOOP
 
 
-def _as_it_is(value: Any) -> Any:
+def _as_it_is(memo: dict[int, Any], value: Any) -> Any:
     """A copy of what is plain data, or numbers of a kind; of the rest nobody knows what a copy would be."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and not value.is_leaf:
         return value.detach().clone()
-    return copy.deepcopy(value) if isinstance(value, (set, bytearray, np.ndarray, Namespace)) else value
+    plain = isinstance(value, (torch.Tensor, set, bytearray, np.ndarray, Namespace))
+    return copy.deepcopy(value, memo) if plain else value
 
 
 class ScriptPart:

@@ -224,16 +224,18 @@ class _Anew(Loader):
 
     def __init__(self, loader: Loader, former: dict[str, dict[str, ModuleType]]) -> None:
         self._loader, self._former = loader, former
+        """That is empty once another of them has failed, and has brought all back."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
+        own = dict(self._former.get(name, {}))
         try:
             self._loader.exec_module(module)
         except Exception as error:
-            if name not in self._former:  # another has failed before, and has brought all back
+            if name not in own:
                 raise
             log.warning("%s cannot be imported again: %s: %s", name, type(error).__name__, error)
             for each in [each for each in sys.modules if package_of(each) in self._former]:
@@ -241,8 +243,9 @@ class _Anew(Loader):
             for package, modules in self._former.items():
                 _say(package, _packages[package].differs())
                 sys.modules.update(modules)
-            vars(module).update(vars(sys.modules[name]))  # for whoever has it already
             self._former.clear()
+            sys.modules.update(own)
+            vars(module).update(vars(own[name]))  # for whoever has it already
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)

@@ -156,6 +156,17 @@ def test_what_fails_the_second_time_is_as_it_was_before(packages: Path) -> None:
     assert "reads was imported before the script had set SET, and cannot be imported again" in found[-1]
 
 
+def test_two_that_fail_the_second_time_are_as_they_were(packages: Path) -> None:
+    for file in packages / "above.py", packages / "reads" / "__init__.py":
+        with file.open("a") as more:
+            more.write(
+                f"\nimport json\nif hasattr(json, {file.parent.name!r}): raise KeyError('mine already')\n"
+            )
+            more.write(f"json.{file.parent.name} = 1\n")
+    found = printed(BROUGHT_BACK.format(path=str(packages), change="os.environ['SET'] = 'after'"))
+    assert found[:2] == ["True True True before True", "True reads.deep True True"]
+
+
 @pytest.mark.parametrize("look", ["dict(os.environ)", "list(os.environ.items())", "os.environ.copy()"])
 def test_who_looks_at_all_variables_has_read_those_that_bear_its_name(look: str, tmp_path: Path) -> None:
     files(tmp_path, looking=f"import os\nALL = {look}\nos.environ.get('NAMED')")
