@@ -425,9 +425,12 @@ class Save(Call):
 
     def execute(self) -> Any:
         """Save, and keep what there was to save."""
-        self._then = pytree.tree_map(partial(_as_it_is, {}), (self.args, self.kwargs))
-        loops = _is_trainer(self.args)
-        self._loop = {name: copy.deepcopy(getattr(self.args[0], name)) for name in _LOOP} if loops else {}
+        keep = partial(_as_it_is, {})
+        self._then = pytree.tree_map(keep, (self.args, self.kwargs))
+        self._loop = dict[str, Any]()
+        for name in _LOOP if _is_trainer(self.args) else ():
+            self._loop[name] = then = copy.copy(getattr(self.args[0], name))
+            vars(then).update(pytree.tree_map(keep, vars(then)))
         return super().execute()
 
     def repeat(self) -> Any:

@@ -72,14 +72,16 @@ def test_a_save_that_is_made_again_is_of_what_there_was_to_save() -> None:
 
 
 def test_a_trainers_save_that_is_made_again_is_of_where_its_loop_was() -> None:
-    saved, trainer = list[str](), SimpleNamespace(state=SimpleNamespace(log=["a"]), control="saves")
-    call = Save(None, lambda self: saved.append(f"{self.state.log} {self.control}"), (trainer,), {})
+    control = SimpleNamespace(word="saves")
+    saved, trainer = list[str](), SimpleNamespace(state=SimpleNamespace(log=["a"]), control=control)
+    call = Save(None, lambda self: saved.append(f"{self.state.log} {self.control.word}"), (trainer,), {})
     call.execute()
     call.given = True
     trainer.state.log.append("b")
-    trainer.control = "goes on"
+    control.word = "goes on"
     call.repeat()
-    assert saved == 2 * ["['a'] saves"] and trainer.control == "goes on" and trainer.state.log == ["a", "b"]
+    assert saved == 2 * ["['a'] saves"] and trainer.control is control and control.word == "goes on"
+    assert trainer.state.log == ["a", "b"]
 
 
 def test_a_training_batch_that_is_abandoned_is_made_of_the_same_data() -> None:

@@ -469,9 +469,8 @@ class SimJob:
             self._look(controller)
         said = event.event == "starting_over" or "it is damaged" in event.reason
         if (said and not self.storage.complete()) or self.storage.is_nowhere:
-            self.training.least = (
-                0  # what a former job has left is damaged, and it is said; or nobody sees it
-            )
+            # What a former job has left is damaged, and it is said; or nobody sees it.
+            self.training.least = 0
         if event.event in ("state_restored", "resumed", "communicators_ready"):
             plan = controller.machine.cluster.current_plan
             of = set(plan.roles) - set(plan.newcomers if event.event == "communicators_ready" else ())
@@ -551,7 +550,7 @@ class SimJob:
         if (
             well
             and not self.storage.ever_ailed
-            and self._held_and_compared(seen, controller) > max(self._begun_with, *there, 0)
+            and self._held_and_compared(seen, controller) > max([self._begun_with, *there])
         ):
             raise Invariant.SAVED.broken(
                 f"all is well, and the nodes hold {self._held(seen)}: {event.reason}"

@@ -60,6 +60,10 @@ class _Going:
     why_not: str = ""
     """What was said last of why it is not."""
 
+    def may_stay(self, now: float) -> bool:
+        """Whether it was told to end, and has time enough left to be needed meanwhile."""
+        return self.told and now < self.deadline - HELD_UNTIL
+
 
 class Notices:
     """What the nodes of one job have announced."""
@@ -154,7 +158,7 @@ class Notices:
                     del self._going[name]
             elif name not in cluster.roles_by_node and not (going.told or going.noticed):
                 pass  # it is avoided, and needed if no other is left
-            elif going.told and recovers and now < going.deadline - HELD_UNTIL:
+            elif recovers and going.may_stay(now):
                 if now >= going.not_before:
                     effects += self._hold(draining, node)
             elif now >= going.not_before:
@@ -185,7 +189,7 @@ class Notices:
         if not why_not and going.deadline < math.inf and can_shrink(cluster, node.name):
             objection = ""
         alone = cluster.roles_by_node.keys() == {node.name}
-        if objection and going.told and alone and now < going.deadline - HELD_UNTIL:
+        if objection and alone and going.may_stay(now):
             return self._hold(draining, node)  # all that there is of the job: another node may come for it
         draining.held.discard(node.name)
         if not objection:

@@ -157,12 +157,10 @@ def test_what_fails_the_second_time_is_as_it_was_before(packages: Path) -> None:
 
 
 def test_two_that_fail_the_second_time_are_as_they_were(packages: Path) -> None:
-    for file in packages / "above.py", packages / "reads" / "__init__.py":
-        with file.open("a") as more:
-            more.write(
-                f"\nimport json\nif hasattr(json, {file.parent.name!r}): raise KeyError('mine already')\n"
-            )
-            more.write(f"json.{file.parent.name} = 1\n")
+    for name, file in ("above", "above.py"), ("reads", "reads/__init__.py"):
+        with (packages / file).open("a") as more:
+            more.write(f"\nimport json\nif hasattr(json, {name!r}): raise KeyError('mine already')\n")
+            more.write(f"json.{name} = 1\n")
     found = printed(BROUGHT_BACK.format(path=str(packages), change="os.environ['SET'] = 'after'"))
     assert found[:2] == ["True True True before True", "True reads.deep True True"]
 
