@@ -468,8 +468,7 @@ class SimJob:
         if event.event == "controller_restarted":
             self._look(controller)
         said = event.event == "starting_over" or "it is damaged" in event.reason
-        if (said and not self.storage.complete()) or self.storage.is_nowhere:
-            # What a former job has left is damaged, and it is said; or nobody sees it.
+        if said and not self.storage.complete():  # what a former job has left is damaged, and it is said
             self.training.least = 0
         if event.event in ("state_restored", "resumed", "communicators_ready"):
             plan = controller.machine.cluster.current_plan
