@@ -29,7 +29,7 @@ from .schedules import (
 
 SCHEDULES = int(os.environ.get("SCHEDULES", "2000"))
 FAILED_ONCE = {
-    81173758: "the oracle: a job in which nobody saw a former job's checkpoint recorded nothing before its step",
+    81173758: "the oracle: nothing was recorded between nobody seeing a former checkpoint and the step",
     339639: "SIGTERM as an epoch ended: the node never said what it held, and nothing was saved",
     84257763: "the ledger lacked the epoch in which the script said what becomes of lost groups",
     82712195: "the oracle read what took the time from a file whose disk was full",
