@@ -130,6 +130,7 @@ class Newcomer:
         script.results = results
         if until != script.position:
             script.draws.follow(envelope["draws"])
+            script.loads.follow(envelope.get("loads"), until)
 
     # -- recovery ----------------------------------------------------------------------------------
 
@@ -288,7 +289,10 @@ class Newcomer:
     def _go_live(self) -> None:
         assert self._way is not None
         script, envelope = self._script, self._way.envelope
+        if problem := script.loads.lead():
+            self._session.in_place.cannot_pass(problem)
         timeline.facts["passed"] = script.position - self._from
+        timeline.facts["left_out"] = script.loads.left_out
         if script.dealing is not None and not script.dealing.restore(script.position, envelope["deal"]):
             self._session.in_place.replace_worker(
                 f"it has drawn other samples for step {script.position + 1} than it should"

@@ -97,6 +97,11 @@ BEGIN_DATA_AGAIN = declare(
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._reset",
     "the same for a loader that keeps its processes",
 )
+_UNREAD = "a newcomer does not load batches of steps that are done, unless its script looks at them"
+NEXT_DATA = declare_each("torch.utils.data.dataloader:_SingleProcessDataLoaderIter", "_next_data", _UNREAD)
+NEXT_DATA += declare_each("torch.utils.data.dataloader:_MultiProcessingDataLoaderIter", "_next_data", _UNREAD)
+NEXT_INDEX = declare("torch.utils.data.dataloader:_BaseDataLoaderIter._next_index", _UNREAD)
+TELL_PROCESS = declare("torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._try_put_index", _UNREAD)
 
 # -- Trainer's loop (trainer, data_place) ------------------------------------------------------------
 

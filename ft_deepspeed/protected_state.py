@@ -59,6 +59,7 @@ class ProtectedState:
             "engine": self._engine.envelope(),
             "results": self._script.results.state(),
             "draws": self._script.draws.state(),
+            "loads": self._script.loads.state(),
             "deal": self._script.deal(),
             "began": self._script.began,
             "first": self._script.first,

@@ -17,6 +17,7 @@ from ft_deepspeed import counters
 from ft_deepspeed.calls import Call, Forward, Load
 from ft_deepspeed.dealing import Dealing
 from ft_deepspeed.draws import Draws
+from ft_deepspeed.loads import Loads
 from ft_deepspeed.made_up import MadeUp
 from ft_deepspeed.module_state import ModuleState
 from ft_deepspeed.own_code import scripts
@@ -68,6 +69,7 @@ class Script:
         """Whether its newest `backward` has come to what was answered from the record."""
         self.results = Results()
         self.draws = Draws(self.steps_done)
+        self.loads = Loads(engine.module, self.steps_done)
         self.made_up = MadeUp(engine.module, self.steps_done, session.in_place.cannot_pass)
         self.kept = Kept()
         """What it has named (`ft_core.kept`), as it was when its newest step ended."""

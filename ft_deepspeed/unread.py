@@ -1,0 +1,172 @@
+"""A batch that a newcomer's script passes on in a step that is done: loaded once somebody looks at it."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import UserDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+_PLAIN = (type(None), bool, int)
+
+
+class UnreadBatch:
+    """A batch of which only the structure is known, and how to load it."""
+
+    def __init__(self, load: Callable[[], Any]) -> None:
+        """`load`: returns the batch; called once at most."""
+        self._load = load
+        self._leaves: Sequence[torch.Tensor] | None = None
+        self._parts: list[weakref.ref[Unread]] = []
+        """In the order in which they were made: each is of what was there before."""
+
+    def add(self, part: Unread) -> None:
+        """A tensor is of this batch."""
+        self._parts.append(weakref.ref(part))
+
+    @property
+    def is_read(self) -> bool:
+        """Whether it was loaded."""
+        return self._leaves is not None
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anybody has a tensor of it."""
+        return any(part() is not None for part in self._parts)
+
+    def read(self) -> Sequence[torch.Tensor]:
+        """Load it, and make all that was asked of it meanwhile: whoever looks may also change it."""
+        if self._leaves is None:
+            self._leaves = leaves(self._load())
+            for reference in self._parts:
+                if (part := reference()) is not None:
+                    part.ft_value = part.ft_make()
+        return self._leaves
+
+
+class Unread(torch.Tensor):
+    """A tensor of an `UnreadBatch`: moved, cast or cut it stays unread, and anything else loads the batch."""
+
+    ft_batch: UnreadBatch
+    ft_make: Callable[[], torch.Tensor]
+    """What it is, once the batch is loaded."""
+    ft_value: torch.Tensor | None
+
+    @staticmethod
+    def made(batch: UnreadBatch, like: torch.Tensor, make: Callable[[], torch.Tensor]) -> Unread:
+        """`like`: some tensor of its type."""
+        made: Unread = torch.Tensor._make_wrapper_subclass(
+            Unread, (0,), dtype=like.dtype, device=torch.device("cpu")
+        )
+        made.ft_batch, made.ft_make, made.ft_value = batch, make, None
+        batch.add(made)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _read(self).__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, Unread) and first.ft_value is None:
+            if func is torch.Tensor.__hash__:
+                return id(first)
+            if func in _KNOWN:
+                return _KNOWN[func]
+            others = pytree.tree_leaves((args[1:], kwargs))
+            if func in _STAYS and not any(isinstance(other, torch.Tensor) for other in others):
+                return _later(first, func, args[1:], kwargs)
+        args, kwargs = pytree.tree_map(_read, (tuple(args), kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = pytree.tree_map(_read, (tuple(args), kwargs or {}))
+        return func(*args, **kwargs)
+
+
+_STAYS = {
+    getattr(torch.Tensor, name)
+    for name in "to cuda cpu pin_memory contiguous clone detach long int bool float double half bfloat16 "
+    "__getitem__".split()
+}
+_KNOWN = {
+    vars(torch._C.TensorBase)[name].__get__: value
+    for name, value in (("requires_grad", False), ("grad_fn", None))
+}
+"""What is the same of all that are loaded from data."""
+
+
+def _later(tensor: Unread, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Unread:
+    return Unread.made(tensor.ft_batch, tensor, lambda: func(_read(tensor), *args, **kwargs))
+
+
+def _read(value: Any) -> Any:
+    if not isinstance(value, Unread):
+        return value
+    value.ft_batch.read()
+    if value.ft_value is None:  # it is being made of another one that is not found yet
+        value.ft_value = value.ft_make()
+    return value.ft_value
+
+
+def leaves(data: Any) -> list[Any]:
+    """What is in a batch."""
+    return pytree.tree_leaves(data.data if isinstance(data, UserDict) else data)
+
+
+class Structure:
+    """How the batches of a loader are made up, if all in them is tensors on the host."""
+
+    def __init__(self, data: Any) -> None:
+        """`data`: one of its batches."""
+        self._around = copy.copy(data) if isinstance(data, UserDict) else None
+        found, self._spec = pytree.tree_flatten(data.data if isinstance(data, UserDict) else data)
+        self.is_known = bool(found) and all(map(is_plain, found))
+        if isinstance(data, UserDict):
+            beside = [value for name, value in vars(data).items() if name != "data"]
+            self.is_known &= all(isinstance(value, _PLAIN) for value in beside)
+            self._text = repr((type(data), self._spec, [n for n in vars(data) if n != "data"], beside))
+        else:
+            self._text = repr(self._spec)
+        self._like = [torch.empty(0, dtype=leaf.dtype) for leaf in found] if self.is_known else []
+        if self._around is not None:
+            self._around.data = {}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Structure) and (self.is_known, self._text) == (other.is_known, other._text)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def unread(self, batch: UnreadBatch) -> Any:
+        """What looks like a batch of this structure, and is loaded once somebody looks at it."""
+        found = [Unread.made(batch, like, _leaf(batch, at)) for at, like in enumerate(self._like)]
+        data = pytree.tree_unflatten(found, self._spec)
+        if self._around is None:
+            return data
+        around = copy.copy(self._around)
+        around.data = data
+        return around
+
+
+def _leaf(batch: UnreadBatch, at: int) -> Callable[[], torch.Tensor]:
+    return lambda: batch.read()[at]
+
+
+def is_plain(leaf: Any) -> bool:
+    """Whether it is a tensor on the host of which nothing is known but its numbers."""
+    return (
+        type(leaf) is torch.Tensor
+        and leaf.device.type == "cpu"
+        and leaf.layout is torch.strided
+        and not leaf.requires_grad
+    )
