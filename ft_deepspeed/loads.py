@@ -3,8 +3,8 @@
 A newcomer draws what its predecessor drew, and computes nothing of it. To load it takes longest, for nothing.
 So its loaders draw the indices, and load a batch when somebody looks at what is in it. That comes to the same
 if loading changes nothing by which later batches are loaded. The predecessor has told of it: whether loading
-has drawn random numbers, or changed the data set or the collator, and whether the batches of a loader are all
-of one structure. What is seen by nobody (a file that is read on, a counter in another module) shows where the
+has drawn random numbers, or changed the data set, the collator or a variable of the script's, and whether the
+batches of a loader are all of one structure. What is seen by nobody (a file that is read on) shows where the
 newcomer has come to where the others are: the last batch is another one.
 """
 
@@ -27,12 +27,13 @@ from xxhash import xxh3_64_hexdigest
 from ft_core.patching import replaced
 from ft_core.state import rng
 from ft_deepspeed import patched
+from ft_deepspeed.own_code import scripts
 from ft_deepspeed.script_state import ScriptState
 from ft_deepspeed.unread import Structure, UnreadBatch, is_plain, leaves
 
 OTHERS = (
-    "its data are not what they were: batches of steps that are done were not loaded, and by loading them "
-    "something changes that nobody sees (such a script is to load a checkpoint, or to be one for Trainer)"
+    "it loads data by what was loaded before, in a way that is not seen (such as a file that is read on; a "
+    "checkpoint that it loads by itself, or Trainer, has newcomers pass nothing)"
 )
 _BYTES = 64 << 10
 """At the beginning of a tensor, by which a batch is known."""
@@ -40,6 +41,8 @@ _KINDS = (dataloader._SingleProcessDataLoaderIter, dataloader._MultiProcessingDa
 _INSIDE = ("dataset", "datasets")
 """Attributes of data sets that have others in them."""
 _DEEPEST = 4
+_EACH = 8
+"""Of so many batches one is loaded with a look at what that changes, after as many of which each one is."""
 
 
 class _Reading:
@@ -145,7 +148,7 @@ class Loads:
             if not self._leaves_out(iterator, reading):
                 if reading.behind:
                     self._catch_up(reading, iterator)
-            elif reading.structure is not None and not getattr(iterator, "_tasks_outstanding", 0):
+            elif reading.structure is not None and not _has_told(iterator):
                 return self._left_out(reading, reading.structure, iterator, partial(read, iterator))
             data = read(iterator)
             self._note(reading, data)
@@ -160,14 +163,16 @@ class Loads:
             fetcher = make(kind, dataset, *args, **kwargs)
             if kind != dataloader._DatasetKind.Map:
                 return fetcher
-            fetch, looked_at = fetcher.fetch, None
+            fetch, looked_at, count = fetcher.fetch, None, 0
 
             def fetching(index: Any) -> Any:
-                nonlocal looked_at
-                if self._changes[0]:
+                nonlocal looked_at, count
+                count += 1
+                if self._changes[0] or (count > _EACH and count % _EACH):
                     return fetch(index)
                 if looked_at is None:
-                    looked_at = ScriptState(_spaces(fetcher), self._model)
+                    spaces = ((name, space, False) for name, space in scripts(torch.nn.Module()))
+                    looked_at = ScriptState([*_spaces(fetcher), *spaces], self._model)
                 before = rng.capture(), looked_at.marks()
                 found = fetch(index)
                 if rng.moved(before[0], rng.capture()) or looked_at.marks() != before[1]:
@@ -251,12 +256,16 @@ class Loads:
             iterator._try_put_index()
 
     def _note(self, reading: _Reading, data: Any) -> None:
-        structure = Structure(data)
         if reading.structure is None:
-            reading.structure = structure
-        elif reading.structure != structure:
+            reading.structure = Structure(data)
+        elif not reading.structure.fits(data):
             self._alike = False
         self._newest = [reading.drawn.popleft() if reading.drawn else "", _mark(data)]
+
+
+def _has_told(iterator: Any) -> bool:
+    """Whether its processes, if it has any, load or have loaded what the script has yet to be given."""
+    return type(iterator) is _KINDS[1] and bool(iterator._rcvd_idx < iterator._send_idx)
 
 
 def _mark(data: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Sequence
@@ -121,7 +120,16 @@ def _read(value: Any) -> Any:
 
 def leaves(data: Any) -> list[Any]:
     """What is in a batch."""
-    return pytree.tree_leaves(data.data if isinstance(data, UserDict) else data)
+    return pytree.tree_leaves(_within(data))
+
+
+def _within(data: Any) -> Any:
+    return data.data if isinstance(data, UserDict) else data
+
+
+def _beside(data: Any) -> dict[str, Any]:
+    """What a batch has that is none of its tensors."""
+    return {k: v for k, v in vars(data).items() if k != "data"} if isinstance(data, UserDict) else {}
 
 
 class Structure:
@@ -129,32 +137,28 @@ class Structure:
 
     def __init__(self, data: Any) -> None:
         """`data`: one of its batches."""
-        self._around = copy.copy(data) if isinstance(data, UserDict) else None
-        found, self._spec = pytree.tree_flatten(data.data if isinstance(data, UserDict) else data)
+        found, self._spec = pytree.tree_flatten(_within(data))
+        self._kind, self._beside = type(data), _beside(data)
         self.is_known = bool(found) and all(map(is_plain, found))
-        if isinstance(data, UserDict):
-            beside = [value for name, value in vars(data).items() if name != "data"]
-            self.is_known &= all(isinstance(value, _PLAIN) for value in beside)
-            self._text = repr((type(data), self._spec, [n for n in vars(data) if n != "data"], beside))
-        else:
-            self._text = repr(self._spec)
+        self.is_known &= all(isinstance(value, _PLAIN) for value in self._beside.values())
         self._like = [torch.empty(0, dtype=leaf.dtype) for leaf in found] if self.is_known else []
-        if self._around is not None:
-            self._around.data = {}
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Structure) and (self.is_known, self._text) == (other.is_known, other._text)
-
-    __hash__ = None  # type: ignore[assignment]
+    def fits(self, data: Any) -> bool:
+        """Whether another batch is made up the same way."""
+        if not self.is_known:
+            return True  # it is of no use in any case
+        found, spec = pytree.tree_flatten(_within(data))
+        alike = type(data) is self._kind and _beside(data) == self._beside and spec == self._spec
+        return alike and all(map(is_plain, found))
 
     def unread(self, batch: UnreadBatch) -> Any:
         """What looks like a batch of this structure, and is loaded once somebody looks at it."""
         found = [Unread.made(batch, like, _leaf(batch, at)) for at, like in enumerate(self._like)]
         data = pytree.tree_unflatten(found, self._spec)
-        if self._around is None:
+        if not issubclass(self._kind, UserDict):
             return data
-        around = copy.copy(self._around)
-        around.data = data
+        around = self._kind.__new__(self._kind)
+        vars(around).update(self._beside, data=data)
         return around
 
 
