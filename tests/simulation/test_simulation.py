@@ -29,6 +29,7 @@ from .schedules import (
 
 SCHEDULES = int(os.environ.get("SCHEDULES", "2000"))
 FAILED_ONCE = {
+    701044: "the oracle: who had been cut off and was given up restored what it had in the epoch it knew of",
     81173758: "the oracle: nothing was recorded between nobody seeing a former checkpoint and the step",
     339639: "SIGTERM as an epoch ended: the node never said what it held, and nothing was saved",
     84257763: "the ledger lacked the epoch in which the script said what becomes of lost groups",
