@@ -42,7 +42,7 @@ _INSIDE = ("dataset", "datasets")
 """Attributes of data sets that have others in them."""
 _DEEPEST = 4
 _EACH = 8
-"""Of so many batches one is loaded with a look at what that changes, after as many of which each one is."""
+"""So many batches are loaded with a look at what that changes, and then one of as many."""
 
 
 class _Reading:
@@ -50,7 +50,7 @@ class _Reading:
 
     def __init__(self) -> None:
         self.structure: Structure | None = None
-        """Of its batches, by the first one."""
+        """How its batches are made up, by the first one."""
         self.drawn: deque[str] = deque()
         """Marks of the indices of batches that are yet to come, in the order of the draws."""
         self.behind = False
@@ -74,7 +74,9 @@ class Loads:
         self._noted = ["", ""]
         """The newest batch of the predecessor there."""
         self.left_out = 0
-        """Batches that were not loaded."""
+        """Batches that were not loaded, or have yet to be."""
+        self._leaves = False
+        """Whether there were any."""
         self._unread: list[UnreadBatch] = []
         """Those of them that somebody may still look at, and the newest."""
         self._readings: WeakKeyDictionary[Any, _Reading] = WeakKeyDictionary()
@@ -104,8 +106,9 @@ class Loads:
     def lead(self) -> str:
         """From now on the script leads. Returns what is wrong with its data, if anything is."""
         noted, self._noted, self._until = self._noted, ["", ""], -1
-        if not self.left_out:
+        if not self._leaves:
             return ""
+        self._leaves = False
         self._read_all()
         return OTHERS if self._newest[0] == noted[0] and self._newest[1] != noted[1] else ""
 
@@ -163,19 +166,17 @@ class Loads:
             fetcher = make(kind, dataset, *args, **kwargs)
             if kind != dataloader._DatasetKind.Map:
                 return fetcher
-            fetch, looked_at, count = fetcher.fetch, None, 0
+            fetch, count = fetcher.fetch, 0
+            look = _Look(fetcher, self._model)
 
             def fetching(index: Any) -> Any:
-                nonlocal looked_at, count
+                nonlocal count
                 count += 1
                 if self._changes[0] or (count > _EACH and count % _EACH):
                     return fetch(index)
-                if looked_at is None:
-                    spaces = ((name, space, False) for name, space in scripts(torch.nn.Module()))
-                    looked_at = ScriptState([*_spaces(fetcher), *spaces], self._model)
-                before = rng.capture(), looked_at.marks()
+                before = look()
                 found = fetch(index)
-                if rng.moved(before[0], rng.capture()) or looked_at.marks() != before[1]:
+                if before is None or not _alike(before, look()):
                     self._changes[0] = 1
                 return found
 
@@ -217,11 +218,13 @@ class Loads:
                 if type(iterator) is _KINDS[1]:
                     iterator._try_put_index()
                 data = read()
+            self.left_out -= 1
             newest[1] = _mark(data)
             return data
 
         batch = UnreadBatch(load)
         self.left_out += 1
+        self._leaves = True
         self._unread = [each for each in self._unread if each.is_used and not each.is_read]
         self._unread.append(batch)
         self._newest = newest
@@ -261,6 +264,27 @@ class Loads:
         elif not reading.structure.fits(data):
             self._alike = False
         self._newest = [reading.drawn.popleft() if reading.drawn else "", _mark(data)]
+
+
+class _Look:
+    """What there is that loading may change. None: there is no telling."""
+
+    def __init__(self, fetcher: Any, model: torch.nn.Module) -> None:
+        self._fetcher, self._model = fetcher, model
+        self._state: ScriptState | None = None
+
+    def __call__(self) -> tuple[dict[str, Any], list[Any]] | None:
+        try:
+            if self._state is None:
+                own = ((name, space, False) for name, space in scripts(torch.nn.Module()))
+                self._state = ScriptState([*_spaces(self._fetcher), *own], self._model)
+            return rng.capture(), self._state.marks()
+        except Exception:  # the script's objects, and its threads, may do anything meanwhile
+            return None
+
+
+def _alike(before: tuple[dict[str, Any], list[Any]], now: tuple[dict[str, Any], list[Any]] | None) -> bool:
+    return now is not None and before[1] == now[1] and not rng.moved(before[0], now[0])
 
 
 def _has_told(iterator: Any) -> bool:

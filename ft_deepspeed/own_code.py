@@ -41,7 +41,7 @@ def _holds_packages(directory: str) -> bool:
 
 def scripts(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
     """Where generators of the script's own are looked for: its modules, and the model's attributes."""
-    for name, found in list(sys.modules.items()):
+    for name, found in sys.modules.copy().items():  # other threads import, too
         file = getattr(found, "__file__", None)
         if isinstance(file, str) and not _is_installed(name, file):
             yield name, vars(found)

@@ -56,10 +56,10 @@ class Unread(torch.Tensor):
     ft_value: torch.Tensor | None
 
     @staticmethod
-    def made(batch: UnreadBatch, like: torch.Tensor, make: Callable[[], torch.Tensor]) -> Unread:
-        """`like`: some tensor of its type."""
+    def made(batch: UnreadBatch, dtype: torch.dtype, make: Callable[[], torch.Tensor]) -> Unread:
+        """`dtype`: what it probably is, for those who look past `__torch_function__`."""
         made: Unread = torch.Tensor._make_wrapper_subclass(
-            Unread, (0,), dtype=like.dtype, device=torch.device("cpu")
+            Unread, (0,), dtype=dtype, device=torch.device("cpu")
         )
         made.ft_batch, made.ft_make, made.ft_value = batch, make, None
         batch.add(made)
@@ -106,7 +106,7 @@ _KNOWN = {
 
 
 def _later(tensor: Unread, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Unread:
-    return Unread.made(tensor.ft_batch, tensor, lambda: func(_read(tensor), *args, **kwargs))
+    return Unread.made(tensor.ft_batch, torch.float32, lambda: func(_read(tensor), *args, **kwargs))
 
 
 def _read(value: Any) -> Any:
@@ -141,7 +141,7 @@ class Structure:
         self._kind, self._beside = type(data), _beside(data)
         self.is_known = bool(found) and all(map(is_plain, found))
         self.is_known &= all(isinstance(value, _PLAIN) for value in self._beside.values())
-        self._like = [torch.empty(0, dtype=leaf.dtype) for leaf in found] if self.is_known else []
+        self._types = [leaf.dtype for leaf in found] if self.is_known else []
 
     def fits(self, data: Any) -> bool:
         """Whether another batch is made up the same way."""
@@ -153,7 +153,7 @@ class Structure:
 
     def unread(self, batch: UnreadBatch) -> Any:
         """What looks like a batch of this structure, and is loaded once somebody looks at it."""
-        found = [Unread.made(batch, like, _leaf(batch, at)) for at, like in enumerate(self._like)]
+        found = [Unread.made(batch, dtype, _leaf(batch, at)) for at, dtype in enumerate(self._types)]
         data = pytree.tree_unflatten(found, self._spec)
         if not issubclass(self._kind, UserDict):
             return data

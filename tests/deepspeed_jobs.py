@@ -382,6 +382,31 @@ class Keeps(OfScript):
 
 
 @dataclass(frozen=True)
+class Reads(OfScript):
+    """Training of a script that gives what its loader has read to the engine."""
+
+    file = "reads.py"
+    stage: int
+    kind: str = "plain"
+    workers: int = 0
+    read_on: Path | None = None
+    dp: int = 2
+
+    def __str__(self) -> str:
+        return f"reads-{self.kind}-zero{self.stage}-workers{self.workers}"
+
+    def config(self) -> dict:
+        return _small(self.stage) | {"train_micro_batch_size_per_gpu": 4}
+
+    def flags(self) -> list[str]:
+        return [
+            f"--kind={self.kind}",
+            f"--workers={self.workers}",
+            *[f"--file={self.read_on}"] * bool(self.read_on),
+        ]
+
+
+@dataclass(frozen=True)
 class Phases(OfScript):
     """Training of a script that makes a second engine when it is done with the first."""
 

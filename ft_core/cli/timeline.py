@@ -29,6 +29,8 @@ class Line(msgspec.Struct, frozen=True):
     """Seconds that its agent took to bring it to this node, while the worker started; 0: it was there."""
     passed: int = 0
     """Steps that its script went through without doing them, on its way to its peers."""
+    left_out: int = 0
+    """Batches of theirs that it did not load."""
     ready: int = 0
     """1: its worker had started the role ahead of need. The phases begin when it took it over."""
 
@@ -109,7 +111,8 @@ def shown(lines: Sequence[Line]) -> list[str]:
         if line.ready:
             rows.append("  a standby had started it ahead of need, and took it over then")
         if line.passed:
-            rows.append(f"  its script passed over {line.passed:,} steps")
+            rest = f", and left {line.left_out:,} batches unread" if line.left_out else ""
+            rows.append(f"  its script passed over {line.passed:,} steps{rest}")
         if rates := line.rates():
             at = ", ".join(f"{what} at {rate:.1f} GB/s" for what, rate in rates.items())
             rows.append(f"  state: {line.state / 1e9:.2f} GB, {at}")

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from deepspeed_jobs import TWICE, EnteredLoop, TrainerLoop
+from deepspeed_jobs import TWICE, EnteredLoop, Reads, TrainerLoop
 from harness import Job, Result, check_clean, check_identical, check_random_kills, check_survivors
 
 from ft_core.cli import timeline
@@ -18,8 +18,12 @@ _EPOCHS = ("--samples=44",)  # of 6 or 11 steps
 
 def _passed(result: Result) -> list[int]:
     """How many steps newcomers' scripts passed over."""
+    return [line.passed for line in _newcomers(result)]
+
+
+def _newcomers(result: Result) -> list[timeline.Line]:
     assert result.job_dir is not None
-    return [line.passed for line in timeline.read(result.job_dir) if line.passed]
+    return [line for line in timeline.read(result.job_dir) if line.passed]
 
 
 @pytest.mark.parametrize(
@@ -70,6 +74,40 @@ def test_trainer(training: TrainerLoop, injected: str, tmp_path: Path) -> None:
     check_clean(result)
     assert result.recoveries == injected.count("@")
     assert _passed(result) == [1] * injected.count("@")
+
+
+@pytest.mark.parametrize(
+    ("training", "left_out"),
+    [
+        # The first batch of an epoch is loaded, each fifth, at which the script looks, and the last.
+        (Reads(1), [8, 18]),
+        # Its processes have begun to load the first before anybody knew what to leave out.
+        (Reads(3, workers=2), [5, 15]),
+        (Reads(1, "noisy"), [0, 0]),
+    ],
+    ids=str,
+)
+def test_a_newcomer_does_not_load_what_is_done(training: Reads, left_out: list[int], tmp_path: Path) -> None:
+    """But for what its script looks at."""
+    inject = ("--respawn", "--ft-inject", "1@forward:13:worker,0@between:26:worker")
+    with Job(tmp_path / "job", training, 30, ftrun=inject) as job:
+        result = job.finish()
+    check_identical(result, training, 30, again=TWICE * 2)
+    check_survivors(result, training.world)
+    check_clean(result)
+    assert result.recoveries == 2
+    assert [line.left_out for line in _newcomers(result)] == left_out
+
+
+def test_data_that_are_read_on_unseen_are_loaded_from_the_beginning(tmp_path: Path) -> None:
+    """By a job whose scripts begin again: what a newcomer left out, it missed."""
+    (file := tmp_path / "numbers").write_bytes(bytes(range(256)) * 8)
+    training = Reads(1, "read-on", read_on=file)
+    with Job(tmp_path / "job", training, 16, ftrun=("--ft-inject", "1@forward:9:worker")) as job:
+        result = job.finish()
+    check_identical(result, training, 16, again=16)
+    check_clean(result)
+    assert "it loads data by what was loaded before, in a way that is not seen" in result.output
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

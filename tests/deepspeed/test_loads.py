@@ -1,0 +1,295 @@
+"""A newcomer's loaders give its script what the predecessor's gave, and load only what somebody looks at."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import UserDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, dataloader
+
+from ft_deepspeed.loads import OTHERS, Loads
+from ft_deepspeed.unread import Structure, Unread, UnreadBatch
+
+Batch = Any
+_HOOKED = {
+    dataloader._BaseDataLoaderIter: ["_next_index"],
+    dataloader._SingleProcessDataLoaderIter: ["_next_data"],
+    dataloader._MultiProcessingDataLoaderIter: ["_next_data", "_try_put_index", "_reset"],
+    dataloader._DatasetKind: ["create_fetcher"],
+}
+_AFTER = 4
+"""Steps that are done beyond those that are passed."""
+
+
+@pytest.fixture(autouse=True)
+def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind, names in _HOOKED.items():
+        for name in names:
+            monkeypatch.setattr(kind, name, vars(kind)[name])
+
+
+class Samples(Dataset[dict[str, torch.Tensor]]):
+    """Each says its number."""
+
+    def __init__(self) -> None:
+        self.hidden: list[Any] = []
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.full((3,), float(index)), "y": torch.tensor(index)}
+
+
+class Run:
+    """A script with one loader."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.position, self.loader = -1, loader
+        self.loads = Loads(torch.nn.Linear(1, 1), lambda: self.position)
+        self.left_out = 0
+        self.states: list[dict[str, Any]] = []
+        """After each step."""
+
+    def steps(
+        self,
+        steps: int,
+        looks: Callable[[int, Batch], Any],
+        until: int = 0,
+        noted: dict[str, Any] | None = None,
+        keeps: bool = True,
+    ) -> list[Batch]:
+        """All batches. `looks` is called with each in its step; `noted` is followed until step `until`."""
+        torch.manual_seed(3)
+        found: list[Batch] = []
+        while len(found) < steps:
+            for batch in self.loader:
+                if self.position < 0:
+                    self.position = 0
+                    if noted is not None:
+                        self.loads.follow(noted, until)
+                looks(self.position, batch)
+                found.append(batch if keeps or self.position >= until else None)
+                self.position += 1
+                self.states.append(self.loads.state())
+                if self.position == until and noted is not None:
+                    self.left_out = self.loads.left_out
+                    assert self.loads.lead() == ""
+                if self.position == steps:
+                    break
+        return found
+
+
+def _read(batch: Batch) -> dict[str, list[float]]:
+    return {name: value.tolist() for name, value in batch.items()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"batch_size": None},
+        {"num_workers": 2},
+        {"num_workers": 2, "persistent_workers": True},
+        {"num_workers": 1, "prefetch_factor": 4},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("until", [2, 11, 23])
+@pytest.mark.parametrize("looks", [False, True])  # and keeps what it has seen
+def test_batches_are_the_same(options: dict[str, Any], until: int, looks: bool) -> None:
+    def loader() -> DataLoader[Any]:
+        return DataLoader(Samples(), **{"batch_size": 4, "shuffle": True, **options})
+
+    seen: dict[int, Any] = {}
+    predecessor = Run(loader())
+    predecessor.steps(until + _AFTER, lambda step, batch: seen.__setitem__(step, _read(batch)))
+    noted = predecessor.states[until - 1]
+    assert noted["same"]
+
+    def look(step: int, batch: Batch) -> None:
+        if looks and step % 3 == 0:
+            assert {name: (value + 0).tolist() for name, value in batch.items()} == seen[step]
+        if looks and step % 5 == 1:
+            moved = batch["x"].to(torch.float64, non_blocking=True)[1:].long()
+            assert moved.tolist() == torch.tensor(seen[step]["x"])[1:].long().tolist()
+
+    newcomer = Run(loader())
+    given = newcomer.steps(until + _AFTER, look, until, noted, keeps=looks)
+    if until > 10 and not looks:
+        assert newcomer.left_out > 0
+    assert not any(isinstance(value, Unread) for batch in given[until:] for value in batch.values())
+    for step, batch in enumerate(given):
+        assert batch is None or _read(batch) == seen[step]
+
+
+class Noisy(Samples):
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.rand(2)}
+
+
+class Counting(Samples):
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.count = getattr(self, "count", 0) + 1
+        return super().__getitem__(index)
+
+
+class Varying(Samples):
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.zeros(2)} if index < 8 else super().__getitem__(index)
+
+
+class Within(Samples):
+    """What it reads from counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dataset = Counting()
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self.dataset[index]
+
+
+@pytest.mark.parametrize("data", [Noisy, Counting, Varying, Within])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loading_that_changes_something_is_told_of(data: type[Samples], workers: int) -> None:
+    run = Run(DataLoader(data(), 4, num_workers=workers))
+    run.steps(8, lambda *_: None)
+    assert not run.states[-1]["same"]
+
+
+@pytest.mark.parametrize("noted", [None, {"same": False, "newest": ["", ""]}])
+def test_all_is_loaded_where_nobody_knows_better(noted: dict[str, Any] | None) -> None:
+    newcomer = Run(DataLoader(Samples(), 4))
+    newcomer.position = 0
+    newcomer.loads.follow(noted, 8)
+    assert not any(isinstance(batch["x"], Unread) for batch in newcomer.loader)
+    assert not newcomer.loads.state()["same"]
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(torch.arange(40.0))
+
+
+def test_a_stream_is_read() -> None:
+    run = Run(DataLoader(Stream(), 4))
+    run.position = 0
+    run.loads.follow({"same": True, "newest": ["", ""]}, 8)
+    assert not any(isinstance(batch, Unread) for batch in run.loader)
+
+
+class ReadOn(Samples):
+    """From something that nobody sees."""
+
+    def __init__(self) -> None:
+        numbers = iter(range(1000))
+        self.next = numbers.__next__
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.tensor([self.next()])}
+
+
+def test_what_is_read_on_unseen_shows_at_the_end() -> None:
+    predecessor = Run(DataLoader(ReadOn(), 4))
+    predecessor.steps(8, lambda *_: None)
+    newcomer = Run(DataLoader(ReadOn(), 4))
+    newcomer.position = 0
+    newcomer.loads.follow(predecessor.states[5], 6)
+    for _ in newcomer.loader:
+        newcomer.position += 1
+        if newcomer.position == 6:
+            assert newcomer.loads.lead() == OTHERS
+            break
+    else:
+        pytest.fail("it has not come there")
+
+
+def _unread(**tensors: torch.Tensor) -> tuple[dict[str, Any], UnreadBatch]:
+    batch = UnreadBatch(lambda: {name: tensor.clone() for name, tensor in tensors.items()})
+    return Structure(tensors).unread(batch), batch
+
+
+def test_what_is_moved_cast_or_cut_is_not_read() -> None:
+    x = torch.arange(12.0).reshape(3, 4)
+    made, batch = _unread(x=x)
+    parts = [
+        made["x"].to("cpu", non_blocking=True),
+        made["x"].long()[:, 1:].contiguous(),
+        made["x"].double().clone().detach(),
+    ]
+    assert not made["x"].requires_grad and made["x"].grad_fn is None and {made["x"]: 1}
+    assert all(isinstance(part, Unread) for part in parts) and not batch.is_read
+    assert torch.equal(parts[1] + 0, x.long()[:, 1:]) and batch.is_read
+    assert torch.equal(parts[2] + 0, x.double())
+
+
+def test_whoever_changes_it_changes_what_was_made_of_it_before_as_ever() -> None:
+    x = torch.zeros(4)
+    made, _ = _unread(x=x)
+    view, copied = made["x"][1:], made["x"].clone()
+    made["x"][2] = 7
+    made["x"].add_(1)
+    assert view.tolist() == [1, 8, 1] and copied.tolist() == [0] * 4 and x.tolist() == [0] * 4
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda x: x.shape,
+        lambda x: x.dtype,
+        lambda x: len(x),
+        lambda x: x.sum().item(),
+        lambda x: np.asarray(x).tolist(),
+        lambda x: [float(row[0]) for row in x],
+        lambda x: torch.stack([x, x]).tolist(),
+        lambda x: torch.nn.functional.linear(x, torch.ones(1, 4)).tolist(),
+        lambda x: Squares.apply(x).tolist(),
+        lambda x: pickle.loads(pickle.dumps(x)).tolist(),
+        lambda x: copy.deepcopy(x).tolist(),
+        lambda x: x[torch.tensor([True, False, True])].tolist(),
+        lambda x: torch.ops.aten.mul.Tensor(x, x).tolist(),
+        lambda x: torch.zeros(3, 4).copy_(x).tolist(),
+        lambda x: x.data_ptr() != 0 and x.is_contiguous(),
+        lambda x: repr(x),
+        lambda x: x.take(torch.tensor([1])).tolist(),
+    ],
+)
+def test_whatever_looks_reads(look: Callable[[torch.Tensor], Any]) -> None:
+    x = torch.arange(12.0).reshape(3, 4)
+    made, batch = _unread(x=x)
+    assert look(made["x"]) == look(x)
+    assert batch.is_read
+
+
+class Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+
+class Encoding(UserDict[str, Any]):
+    """As tokenizers make it."""
+
+    def __init__(self, data: Any, extra: Any = None) -> None:
+        super().__init__(data)
+        self.extra = extra
+
+
+def test_structures() -> None:
+    x = torch.zeros(2)
+    assert Structure([x, (x, {"a": x})]).is_known
+    for other in ({}, {"a": x, "name": ["b"]}, {"a": 1}, Encoding({"a": x}, extra=object())):
+        assert not Structure(other).is_known
+    structure = Structure(Encoding({"a": x}))
+    assert structure.fits(Encoding({"a": torch.ones(7)}))
+    for other in (Encoding({"b": x}), {"a": x}, Encoding({"a": x}, extra=1), Encoding({"a": "x"})):
+        assert not structure.fits(other)
+    made = structure.unread(UnreadBatch(lambda: Encoding({"a": torch.ones(3)})))
+    assert type(made) is Encoding and made.extra is None and made["a"].sum() == 3
