@@ -44,6 +44,7 @@ from ft_deepspeed import floats, patched
 from ft_deepspeed.below import Below, Compiler
 from ft_deepspeed.module_state import saved_buffers
 from ft_deepspeed.own_code import scripts
+from ft_deepspeed.scalars import Scalars
 from ft_deepspeed.spans import Bytes, Span, span_of, storage_of, tensors_of
 from ft_deepspeed.unknown import DECIDES, Absent, Unknown, UnknownArray, UnknownFloat
 
@@ -109,6 +110,7 @@ class MadeUp:
         self._marks: dict[int, _Mark] = {}
         self._most = 1000
         """Marks that there may be before those of memory that is gone are dropped."""
+        self._scalars = Scalars()
         self._numbers = _Alive()
         """Read of losses, and finite."""
         self._sources: dict[int, StorageWeakRef] = {}
@@ -159,6 +161,7 @@ class MadeUp:
         """A call of the engine's returns to it."""
         if not self._on:
             return
+        self._scalars.clear()
         if self._arrived is not None and self._looked != (position := self._position()):
             self._looked = position
             if position == self._arrived + YOUNG:
@@ -224,6 +227,7 @@ class MadeUp:
     def arrives(self) -> None:
         """It is where the engine is."""
         if self._on:
+            self._scalars.clear()
             self._arrived = self._looked = self._position()
             self._written, self._data, self._kept = {}, [], []  # what it has written by now is its own
             self._look(self._arrived - YOUNG)
@@ -241,9 +245,15 @@ class MadeUp:
 
     def known(self, tensors: Iterable[Any]) -> None:
         """These have got their content."""
-        for tensor in tensors:
-            if isinstance(tensor, torch.Tensor):
+        found = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+        for tensor in found:
+            self._marks.pop(storage_of(tensor), None)
+        if found:
+            for tensor in self._scalars.follow(self._is_known):
                 self._marks.pop(storage_of(tensor), None)
+
+    def _is_known(self, tensor: torch.Tensor) -> bool:
+        return self._since(tensor) is None
 
     def given(self, values: Any, to: str) -> None:
         """Refuse what is marked, now that the script is where others are."""
@@ -260,10 +270,14 @@ class MadeUp:
         if not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         written, read = _touched(func, args, kwargs)
+        before = None
         if self._arrived is None:
             self._save(written)
+            before = self._scalars.before(written, read, self._is_known)
         result = func(*args, **kwargs)
         self._follow(func, args, written, read, result)
+        if before is not None:
+            self._scalars.done(func, args, kwargs, read, before, result)
         return result
 
     def _save(self, written: Iterable[torch.Tensor]) -> None:

@@ -95,6 +95,7 @@ def newcomer(adapter: Adapter) -> Iterator[Newcomer]:
     script.began_at, script.machine = 0, "here"
     script.made_up = SimpleNamespace(passes=ignored, answered=ignored, known=ignored)
     script.draws = SimpleNamespace(follow=ignored)
+    script.loads = SimpleNamespace(follow=ignored)
     live: Any = SimpleNamespace(go_on=lambda: None)
     state: Any = adapter
     found = Newcomer(script, state, live, lambda: None, lambda: None)

@@ -320,6 +320,42 @@ def test_a_loss_before_and_after_its_backward_pass(newcomer: Newcomer) -> None:
     assert losses[0].item() == 8
 
 
+def test_what_was_made_of_a_loss_before_its_backward_pass_is_known_after_it(newcomer: Newcomer) -> None:
+    total, last, lists, mixed = 0, torch.zeros(()), [], torch.zeros(())
+    for value in (1.5, 2.0, 4.0):
+        outputs = newcomer.outputs()
+        loss = torch.nn.functional.cross_entropy(outputs, torch.tensor([0, 1]))
+        total += loss.detach().float()
+        last.copy_(loss.detach() / 2)
+        lists.append((loss.detach() + total) * 10)
+        mixed += loss.detach()
+        mixed += outputs.sum().detach()
+        scaled = loss / 2
+        newcomer.made_up.calls()
+        loss.detach().copy_(torch.tensor(value))
+        newcomer.made_up.known([loss])
+        newcomer.made_up.returns()
+        assert math.isnan(mixed.item()) and not math.isnan(scaled.item())
+        newcomer.step()
+    assert (total.item(), last.item()) == (7.5, 2.0)
+    assert [number.item() for number in lists] == [30.0, 55.0, 115.0]
+    del mixed
+    newcomer.arrives()
+    newcomer.step(YOUNG + 1)
+
+
+def test_what_was_overwritten_since_is_not_made_again(newcomer: Newcomer) -> None:
+    total = torch.full((), 3.0)
+    loss = newcomer.outputs().mean()
+    added = loss.detach() + total
+    total.zero_()
+    newcomer.made_up.calls()
+    loss.detach().copy_(torch.tensor(1.0))
+    newcomer.made_up.known([loss])
+    newcomer.made_up.returns()
+    assert math.isnan(added.item())
+
+
 def test_what_is_kept_is_put_back_when_it_arrives(newcomer: Newcomer) -> None:
     average = copy.deepcopy(newcomer.model)
     newcomer.step(3)
