@@ -34,7 +34,7 @@ class Scalars:
     """Operations on numbers that are yet to be known."""
 
     def __init__(self) -> None:
-        """Of a script that has done none."""
+        """A script's that has done none."""
         self._done: list[_Done] = []
         self._touched: set[int] = set()
 
