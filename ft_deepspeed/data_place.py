@@ -214,7 +214,7 @@ class DataPlace:
             self._wants_fetcher = loader.num_workers == 0
             if (target := self._target) is None:
                 self._begun = self._captured()
-                self._moved[0] = loader.num_workers > 0 and not _forks(loader)
+                self._moved[0] = loader.num_workers > 0 and not forks(loader)
                 original(iterator, loader, *args, **kwargs)
                 return
             self._restore(target["begun"])
@@ -353,7 +353,8 @@ def _chain(loader: Any) -> Iterator[Any]:
         waiting.extend(vars(part)[name] for name in _CHAIN if vars(part).get(name) is not None)
 
 
-def _forks(loader: Any) -> bool:
+def forks(loader: Any) -> bool:
+    """Whether its processes are copies of this one."""
     context = loader.multiprocessing_context
     name = context.get_start_method() if context is not None else multiprocessing.get_start_method()
     return bool(name == "fork")

@@ -129,7 +129,7 @@ class MadeUp:
         """The position at which it was looked last for what is left."""
         self._on = self._between = self._reads = self._rests = False
         self._place = os.getpid(), threading.get_ident()
-        self._mode, self._compiler = Below(self._operation), Compiler(self._leave)
+        self._mode, self._compiler = Below(self._operation), Compiler(self._compiles)
         self._patches = ExitStack()
 
     # -- where the script is -------------------------------------------------------------------
@@ -212,6 +212,10 @@ class MadeUp:
 
         return done
 
+    def _compiles(self) -> None:
+        self._scalars.clear()  # what it writes is not seen
+        self._leave()
+
     def _leave(self) -> None:
         self._mode.end()
         self._compiler.leave()  # nothing of this is there when something is compiled
@@ -247,10 +251,15 @@ class MadeUp:
         """These have got their content."""
         found = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
         for tensor in found:
-            self._marks.pop(storage_of(tensor), None)
-        if found:
-            for tensor in self._scalars.follow(self._is_known):
+            self._overwritten(tensor)
+        if known := {storage_of(tensor) for tensor in found}:
+            for tensor in self._scalars.follow(known, self._is_known):
                 self._marks.pop(storage_of(tensor), None)
+
+    def _overwritten(self, tensor: torch.Tensor) -> None:
+        """What was there is not there any more."""
+        if (mark := self._marks.get(storage_of(tensor))) is not None and mark.overwritten(tensor):
+            del self._marks[storage_of(tensor)]
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
         return self._since(tensor) is None
@@ -273,7 +282,7 @@ class MadeUp:
         before = None
         if self._arrived is None:
             self._save(written)
-            before = self._scalars.before(written, read, self._is_known)
+            before = self._scalars.before(func, written, read, self._is_known)
         result = func(*args, **kwargs)
         self._follow(func, args, written, read, result)
         if before is not None:
@@ -308,8 +317,8 @@ class MadeUp:
         for tensor in written:
             if since is not None:
                 self._mark(tensor, since)
-            elif (mark := self._marks.get(storage_of(tensor))) is not None and mark.overwritten(tensor):
-                del self._marks[storage_of(tensor)]
+            else:
+                self._overwritten(tensor)
         if since is not None and not written:
             there = set(map(storage_of, read))
             for tensor in tensors_of([result]):

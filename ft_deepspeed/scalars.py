@@ -39,11 +39,14 @@ class Scalars:
         self._touched: set[int] = set()
 
     def before(
-        self, written: Sequence[torch.Tensor], read: Sequence[torch.Tensor], is_known: Callable[[Any], bool]
+        self,
+        func: Any,
+        written: Sequence[torch.Tensor],
+        read: Sequence[torch.Tensor],
+        is_known: Callable[[Any], bool],
     ) -> list[tuple[torch.Tensor, torch.Tensor | None]] | None:
         """An operation is about to be done: what it overwrites, or None where it is not one of these."""
-        touched = [*written, *read]
-        if len(self._done) < _MANY and all(t.numel() == 1 for t in touched) and not all(map(is_known, read)):
+        if not all(map(is_known, read)) and len(self._done) < _MANY and _repeats(func, written, read):
             return [(t, t.detach().clone() if is_known(t) else None) for t in written]
         if self._touched.intersection(map(storage_of, written)):
             self.clear()
@@ -60,38 +63,54 @@ class Scalars:
     ) -> None:
         """It was done."""
         results = list(tensors_of([result]))
-        if torch.Tag.nondeterministic_seeded in func.tags or any(t.numel() != 1 for t in results):
+        if len(results) != 1 or not _is_alone(results[0]):
+            if before:
+                self.clear()
             return
         self._done.append(_Done(func, args, kwargs, read, before, results))
         self._touched.update(map(storage_of, (*read, *results, *(tensor for tensor, _ in before))))
 
-    def follow(self, is_known: Callable[[Any], bool]) -> list[torch.Tensor]:
-        """More is known now. Returns what has got its content by that."""
-        known: dict[int, torch.Tensor] = {}
-        with torch.no_grad():
-            for done in self._done:
-                written = {storage_of(tensor): before for tensor, before in done.before}
-                read = [t for t in done.read if storage_of(t) not in written]
-                if not all(storage_of(t) in known or is_known(t) for t in read):
-                    for tensor, _ in done.before:
-                        if known.pop(storage_of(tensor), None) is not None and tensor.is_floating_point():
-                            tensor.detach().fill_(math.nan)
-                    continue
-                if any(at not in known and before is None for at, before in written.items()):
-                    continue
-                for tensor, before in done.before:
-                    if storage_of(tensor) not in known and before is not None:
-                        tensor.detach().copy_(before)
-                made = list(tensors_of([done.func(*done.args, **done.kwargs)]))
-                if not written:
-                    for result, value in zip(done.results, made, strict=True):
-                        if storage_of(result) not in map(storage_of, done.read):
-                            result.detach().copy_(value)
-                known |= {storage_of(t): t for t in (*done.results, *(tensor for tensor, _ in done.before))}
+    def follow(self, known: set[int], is_known: Callable[[Any], bool]) -> list[torch.Tensor]:
+        """The memory `known` has its content now. Returns what has got its own by that."""
+        found: dict[int, torch.Tensor] = {}
+        done = list(self._done)
         self.clear()
-        return list(known.values())
+        if any(storage_of(tensor) in known for each in done for tensor, _ in each.before):
+            return []  # the loss itself was changed after others were made of it
+        with torch.no_grad():
+            for each in done:
+                (result,) = each.results
+                at, written = storage_of(result), bool(each.before)
+                read = [t for t in each.read if not written or storage_of(t) != at]
+                before = each.before[0][1] if written else None
+                if not all(storage_of(t) in found or is_known(t) for t in read) or (
+                    written and at not in found and before is None
+                ):
+                    if found.pop(at, None) is not None and result.is_floating_point():
+                        result.detach().fill_(math.nan)
+                    continue
+                if before is not None and at not in found:
+                    result.detach().copy_(before)
+                (made,) = tensors_of([each.func(*each.args, **each.kwargs)])
+                if not written and at not in map(storage_of, each.read):
+                    result.detach().copy_(made)
+                if not math.isnan(result.item()):
+                    found[at] = result
+        return list(found.values())
 
     def clear(self) -> None:
         """Nothing of what was done can be done again."""
         self._done.clear()
         self._touched.clear()
+
+
+def _repeats(func: Any, written: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) -> bool:
+    """Whether an operation on numbers comes to the same once more, and does nothing besides."""
+    if func.namespace != "aten" or len(written) > 1 or not all(map(_is_alone, (*written, *read))):
+        return False
+    return torch.Tag.inplace_view not in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
+
+
+def _is_alone(tensor: torch.Tensor) -> bool:
+    """Whether a number has its memory for itself."""
+    return tensor.numel() == 1 and tensor.untyped_storage().nbytes() == tensor.element_size()

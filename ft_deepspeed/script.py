@@ -69,7 +69,7 @@ class Script:
         """Whether its newest `backward` has come to what was answered from the record."""
         self.results = Results()
         self.draws = Draws(self.steps_done)
-        self.loads = Loads(engine.module, self.steps_done)
+        self.loads = Loads(self.steps_done)
         self.made_up = MadeUp(engine.module, self.steps_done, session.in_place.cannot_pass)
         self.kept = Kept()
         """What it has named (`ft_core.kept`), as it was when its newest step ended."""

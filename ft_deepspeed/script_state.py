@@ -18,7 +18,6 @@ import torch
 from ft_core import kept
 from ft_core.state import rng
 from ft_deepspeed.own_code import scripts
-from ft_deepspeed.unread import Unread
 
 _LARGEST = 64 << 10
 """Bytes of a tensor or array that is carried."""
@@ -142,8 +141,6 @@ class ScriptState:
 
     def _mark_of_object(self, value: Any, kind: type, depth: int) -> Any:
         if kept.has(value) or id(value) in self._known:
-            return None
-        if isinstance(value, Unread):
             return None
         if isinstance(value, torch.Tensor):
             return None if id(value) in self._trained else _mark_of_tensor(value)

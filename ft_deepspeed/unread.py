@@ -18,7 +18,7 @@ class UnreadBatch:
 
     def __init__(self, load: Callable[[], Any]) -> None:
         """`load`: returns the batch; called once at most."""
-        self._load = load
+        self._load: Callable[[], Any] | None = load
         self._leaves: Sequence[torch.Tensor] | None = None
         self._parts: list[weakref.ref[Unread]] = []
         """In the order in which they were made: each is of what was there before."""
@@ -40,7 +40,8 @@ class UnreadBatch:
     def read(self) -> Sequence[torch.Tensor]:
         """Load it, and make all that was asked of it meanwhile: whoever looks may also change it."""
         if self._leaves is None:
-            self._leaves = leaves(self._load())
+            assert self._load is not None
+            self._leaves, self._load = leaves(self._load()), None
             for reference in self._parts:
                 if (part := reference()) is not None:
                     part.ft_value = part.ft_make()
@@ -54,6 +55,7 @@ class Unread(torch.Tensor):
     ft_make: Callable[[], torch.Tensor]
     """What it is, once the batch is loaded."""
     ft_value: torch.Tensor | None
+    ft_dtype: torch.dtype
 
     @staticmethod
     def made(batch: UnreadBatch, dtype: torch.dtype, make: Callable[[], torch.Tensor]) -> Unread:
@@ -61,7 +63,7 @@ class Unread(torch.Tensor):
         made: Unread = torch.Tensor._make_wrapper_subclass(
             Unread, (0,), dtype=dtype, device=torch.device("cpu")
         )
-        made.ft_batch, made.ft_make, made.ft_value = batch, make, None
+        made.ft_batch, made.ft_make, made.ft_value, made.ft_dtype = batch, make, None, dtype
         batch.add(made)
         return made
 
@@ -80,7 +82,7 @@ class Unread(torch.Tensor):
             if func in _KNOWN:
                 return _KNOWN[func]
             others = pytree.tree_leaves((args[1:], kwargs))
-            if func in _STAYS and not any(isinstance(other, torch.Tensor) for other in others):
+            if func in _STAYS and all(isinstance(other, _FIXED) or other is ... for other in others):
                 return _later(first, func, args[1:], kwargs)
         args, kwargs = pytree.tree_map(_read, (tuple(args), kwargs))
         return func(*args, **kwargs)
@@ -93,11 +95,24 @@ class Unread(torch.Tensor):
         return func(*args, **kwargs)
 
 
-_STAYS = {
-    getattr(torch.Tensor, name)
-    for name in "to cuda cpu pin_memory contiguous clone detach long int bool float double half bfloat16 "
-    "__getitem__".split()
+_CASTS = {
+    torch.Tensor.long: torch.int64,
+    torch.Tensor.int: torch.int32,
+    torch.Tensor.bool: torch.bool,
+    torch.Tensor.float: torch.float32,
+    torch.Tensor.double: torch.float64,
+    torch.Tensor.half: torch.float16,
+    torch.Tensor.bfloat16: torch.bfloat16,
 }
+_STAYS = {
+    *(
+        getattr(torch.Tensor, name)
+        for name in "to cuda cpu pin_memory contiguous clone detach __getitem__".split()
+    ),
+    *_CASTS,
+}
+_FIXED = (int, str, slice, torch.dtype, torch.device, torch.memory_format, type(None))
+"""Arguments that nobody can change until it is made."""
 _KNOWN = {
     vars(torch._C.TensorBase)[name].__get__: value
     for name, value in (("requires_grad", False), ("grad_fn", None))
@@ -106,7 +121,9 @@ _KNOWN = {
 
 
 def _later(tensor: Unread, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Unread:
-    return Unread.made(tensor.ft_batch, torch.float32, lambda: func(_read(tensor), *args, **kwargs))
+    given = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype))
+    dtype = _CASTS.get(func) or next(given, tensor.ft_dtype)
+    return Unread.made(tensor.ft_batch, dtype, lambda: func(_read(tensor), *args, **kwargs))
 
 
 def _read(value: Any) -> Any:

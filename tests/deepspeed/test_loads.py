@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
+import mmap
 import pickle
+import random
 from collections import UserDict
 from collections.abc import Callable
 from typing import Any
@@ -37,9 +41,6 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
 class Samples(Dataset[dict[str, torch.Tensor]]):
     """Each says its number."""
 
-    def __init__(self) -> None:
-        self.hidden: list[Any] = []
-
     def __len__(self) -> int:
         return 40
 
@@ -52,7 +53,7 @@ class Run:
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.position, self.loader = -1, loader
-        self.loads = Loads(torch.nn.Linear(1, 1), lambda: self.position)
+        self.loads = Loads(lambda: self.position)
         self.left_out = 0
         self.states: list[dict[str, Any]] = []
         """After each step."""
@@ -149,14 +150,58 @@ class Within(Samples):
     """What it reads from counts."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.dataset = Counting()
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return self.dataset[index]
 
 
-@pytest.mark.parametrize("data", [Noisy, Counting, Varying, Within])
+class Seldom(Samples):
+    """Draws a random number for one sample."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return super().__getitem__(random.randint(0, 9) if index == 21 else index)
+
+
+class Numbers(Samples):
+    """Reads on."""
+
+    def __init__(self) -> None:
+        self.numbers = iter(range(1000))
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.tensor(next(self.numbers))}
+
+
+class OfFile(Samples):
+    """Reads on, in a file."""
+
+    def __init__(self) -> None:
+        self.file = open(__file__, "rb")  # noqa: SIM115
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.tensor(self.file.read(1)[0])}
+
+
+class Torn(Samples):
+    """Has one sample that cannot be read, and whoever asks for it knows that."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index == 21:
+            raise OSError
+        return super().__getitem__(index)
+
+
+def test_a_sample_that_cannot_be_read_is_told_of() -> None:
+    run = Run(DataLoader(Torn(), 4))
+    run.position, batches = 0, iter(run.loader)
+    for at in range(10):
+        with pytest.raises(OSError) if at == 5 else contextlib.nullcontext():
+            next(batches)
+    assert not run.loads.state()["same"]
+
+
+@pytest.mark.parametrize("data", [Noisy, Counting, Varying, Within, Seldom, Numbers, OfFile])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_loading_that_changes_something_is_told_of(data: type[Samples], workers: int) -> None:
     run = Run(DataLoader(data(), 4, num_workers=workers))
@@ -164,7 +209,92 @@ def test_loading_that_changes_something_is_told_of(data: type[Samples], workers:
     assert not run.states[-1]["same"]
 
 
-@pytest.mark.parametrize("noted", [None, {"same": False, "newest": ["", ""]}])
+def _collators() -> list[Any]:
+    drawn, counts = np.random.default_rng(1), [0]
+
+    def draws(samples: Any) -> Any:
+        return {"x": torch.tensor(drawn.random(2))}
+
+    def draws_by(samples: Any, generator: Any) -> Any:
+        return {"x": torch.tensor(generator.random(2))}
+
+    class Foreign:
+        def collate(self, samples: Any) -> Any:
+            counts[0] += 1
+            return {"x": torch.tensor(counts)}
+
+    return [draws, functools.partial(draws_by, generator=np.random.default_rng(2)), Foreign().collate]
+
+
+@pytest.mark.parametrize("collate", _collators(), ids=["closure", "partial", "method"])
+def test_what_makes_batches_may_change_something_too(collate: Any) -> None:
+    run = Run(DataLoader(Samples(), 4, collate_fn=collate))
+    run.steps(8, lambda *_: None)
+    assert not run.states[-1]["same"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_indices_are_drawn_when_they_were(workers: int) -> None:
+    """By a sampler that goes by how many steps were done when it is asked."""
+
+    def run() -> Run:
+        made: list[Run] = []
+
+        class Sampler:
+            def __iter__(self) -> Any:
+                return ((made[0].position if made else -1) + 1 for _ in range(30))
+
+            def __len__(self) -> int:
+                return 30
+
+        loader = DataLoader(Samples(), 1, sampler=Sampler(), num_workers=workers)  # type: ignore[arg-type]
+        made.append(Run(loader))
+        return made[0]
+
+    seen: dict[int, Any] = {}
+    predecessor = run()
+    predecessor.steps(20, lambda step, batch: seen.__setitem__(step, _read(batch)))
+    newcomer = run()
+    given = newcomer.steps(20, lambda *_: None, 12, predecessor.states[11], keeps=False)
+    assert newcomer.left_out > 0
+    assert [_read(batch) for batch in given[12:]] == [seen[step] for step in range(12, 20)]
+
+
+def test_a_sampler_that_begins_anew_by_itself() -> None:
+    """It raises StopIteration once an epoch, and goes on then."""
+
+    class Batches:
+        at = 0
+
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> list[int]:
+            if self.at >= 3:
+                self.at = 0
+                raise StopIteration
+            self.at += 1
+            return [self.at]
+
+        def __len__(self) -> int:
+            return 3
+
+    newcomer = Run(DataLoader(Samples(), batch_sampler=Batches()))  # type: ignore[arg-type]
+    newcomer.position = 0
+    newcomer.loads.follow({"same": True, "newest": []}, 100)
+    for _ in range(3):
+        assert len(list(newcomer.loader)) == 3
+
+
+def test_a_batch_of_a_loader_that_has_ended_is_there() -> None:
+    newcomer = Run(DataLoader(Samples(), 4, num_workers=1))
+    newcomer.position = 0
+    newcomer.loads.follow({"same": True, "newest": []}, 100)
+    (*_, last) = iter(newcomer.loader)
+    assert last["y"].tolist() == [36, 37, 38, 39]
+
+
+@pytest.mark.parametrize("noted", [None, {"same": False, "newest": []}])
 def test_all_is_loaded_where_nobody_knows_better(noted: dict[str, Any] | None) -> None:
     newcomer = Run(DataLoader(Samples(), 4))
     newcomer.position = 0
@@ -181,7 +311,7 @@ class Stream(IterableDataset[Any]):
 def test_a_stream_is_read() -> None:
     run = Run(DataLoader(Stream(), 4))
     run.position = 0
-    run.loads.follow({"same": True, "newest": ["", ""]}, 8)
+    run.loads.follow({"same": True, "newest": []}, 8)
     assert not any(isinstance(batch, Unread) for batch in run.loader)
 
 
@@ -189,11 +319,11 @@ class ReadOn(Samples):
     """From something that nobody sees."""
 
     def __init__(self) -> None:
-        numbers = iter(range(1000))
-        self.next = numbers.__next__
+        self.hidden = mmap.mmap(-1, 1000)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"x": torch.tensor([self.next()])}
+        self.hidden.read_byte()
+        return {"x": torch.tensor([self.hidden.tell()])}
 
 
 def test_what_is_read_on_unseen_shows_at_the_end() -> None:
@@ -226,6 +356,11 @@ def test_what_is_moved_cast_or_cut_is_not_read() -> None:
     ]
     assert not made["x"].requires_grad and made["x"].grad_fn is None and {made["x"]: 1}
     assert all(isinstance(part, Unread) for part in parts) and not batch.is_read
+    cut = [made["x"].long()[0], made["x"].to("cpu", torch.int64)[1]]
+    assert torch.tensor([number[0] for number in cut]).dtype == torch.int64
+    parts[0], batch = (made := _unread(x=x)[0])["x"].to("cpu"), made["x"].ft_batch
+    parts[1:] = [made["x"].long()[:, 1:].contiguous(), made["x"].double().clone().detach()]
+    assert not batch.is_read and made["x"][[0, 1]].shape == (2, 4) and batch.is_read
     assert torch.equal(parts[1] + 0, x.long()[:, 1:]) and batch.is_read
     assert torch.equal(parts[2] + 0, x.double())
 

@@ -344,6 +344,39 @@ def test_what_was_made_of_a_loss_before_its_backward_pass_is_known_after_it(newc
     newcomer.step(YOUNG + 1)
 
 
+def _in_a_vector(loss: torch.Tensor) -> torch.Tensor:
+    meters = torch.zeros(2)
+    meters[0] += loss.detach()
+    meters[1] += 1
+    return meters
+
+
+def _divided_since(loss: torch.Tensor) -> torch.Tensor:
+    read = loss.detach() * 1
+    loss.detach().div_(4)
+    return read
+
+
+@pytest.mark.parametrize("makes", [_in_a_vector, _divided_since])
+def test_what_cannot_be_made_again_is_not_known(newcomer: Newcomer, makes: Any) -> None:
+    loss = newcomer.outputs().mean()
+    made = makes(loss)
+    newcomer.made_up.calls()
+    loss.detach().copy_(torch.tensor(1.0))
+    newcomer.made_up.known([loss])
+    newcomer.made_up.returns()
+    assert math.isnan(made.reshape(-1)[0].item()) and loss.item() == 1.0
+
+
+def test_a_loss_that_lies_in_an_output_makes_nothing_else_known(newcomer: Newcomer) -> None:
+    outputs = newcomer.outputs(3)
+    newcomer.made_up.calls()
+    outputs[0].detach().copy_(torch.tensor(1.0))
+    newcomer.made_up.known([outputs[0]])
+    newcomer.made_up.returns()
+    assert math.isnan(outputs[1].detach().item())
+
+
 def test_what_was_overwritten_since_is_not_made_again(newcomer: Newcomer) -> None:
     total = torch.full((), 3.0)
     loss = newcomer.outputs().mean()
