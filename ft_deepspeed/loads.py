@@ -68,7 +68,7 @@ class Loads:
         self._alike = True
         """Whether the batches of each iteration were of one structure."""
         self._newest: list[list[str]] = []
-        """Of each batch of the newest step, marks of its indices and of what is in it."""
+        """Marks of the indices, and of what is in it, for each batch of the newest step."""
         self._at = -1
         """Which step that is."""
         self._until = -1

@@ -139,5 +139,5 @@ class _Marks:
 
 
 _PLAIN = {bool, int, float, str, list, dict, deque, set, Counter, OrderedDict, defaultdict, *rng.KINDS}
-"""Of what types a script's variables are that it may change as it loads."""
+"""Types of variables that a script may change as it loads."""
 _EMPTY = CellType()
