@@ -10,6 +10,7 @@ come to where the others are: the last batches are other ones.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 from collections import deque
@@ -19,6 +20,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch.utils.data import dataloader
 from xxhash import xxh3_64_hexdigest
@@ -26,7 +28,7 @@ from xxhash import xxh3_64_hexdigest
 from ft_core.patching import replaced
 from ft_deepspeed import patched
 from ft_deepspeed.data_place import forks
-from ft_deepspeed.look import look, random_states, same_states
+from ft_deepspeed.look import look, look_at_script, random_states, same_states
 from ft_deepspeed.unread import Structure, UnreadBatch, leaves
 
 OTHERS = (
@@ -86,6 +88,8 @@ class Loads:
         self._one: Any = None
         """The iterator by which one batch is loaded that was left out."""
         self._lock = threading.RLock()
+        """Who loads what was left out does so alone."""
+        patched.BEGIN_DATA.wrap(self._beginning)
         patched.BEGIN_DATA_AGAIN.wrap(self._beginning_again)
         patched.FETCHER.wrap(self._fetcher)
         patched.NEXT_INDEX.wrap(self._drawing)
@@ -116,10 +120,18 @@ class Loads:
         self._read_all()
         self._leaves = False
         pairs = zip(self._newest, noted, strict=False)
-        differ = any(own[0] == other[0] and own[1] != other[1] for own, other in pairs if own[1] and other[1])
-        return OTHERS if differ or self._objects else ""
+        known = (pair for pair in pairs if all(map(all, pair)))
+        differ = any(own[0] == other[0] and own[1] != other[1] for own, other in known)
+        return OTHERS if differ or self._objects or self._changes[0] else ""
 
     # -- hooks ------------------------------------------------------------------------------------
+
+    def _beginning(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def begin(iterator: Any, *args: Any, **kwargs: Any) -> None:
+            self._read_all()  # before its processes are forked
+            original(iterator, *args, **kwargs)
+
+        return begin
 
     def _beginning_again(self, reset: Callable[..., Any]) -> Callable[..., Any]:
         def begin_again(iterator: Any, loader: Any, first_iter: bool = False) -> None:
@@ -142,12 +154,13 @@ class Loads:
 
     def _telling(self, tell: Callable[..., Any]) -> Callable[..., Any]:
         def try_put_index(iterator: Any) -> None:
-            if type(iterator) is _MANY and iterator._send_idx and self._one is not iterator:
-                reading = self._of(iterator)
-                if self._leaves_out(iterator, reading):
-                    self._withhold(reading, iterator)
-                    return
-            tell(iterator)
+            with self._alone:
+                if type(iterator) is _MANY and iterator._send_idx and self._one is not iterator:
+                    reading = self._of(iterator)
+                    if self._leaves_out(iterator, reading):
+                        self._withhold(reading, iterator)
+                        return
+                tell(iterator)
 
         return try_put_index
 
@@ -155,17 +168,18 @@ class Loads:
         def next_data(iterator: Any) -> Any:
             if type(iterator) not in (_SINGLE, _MANY):
                 return read(iterator)
-            reading = self._of(iterator)
-            if not self._leaves_out(iterator, reading):
-                self._catch_up(reading, iterator)
-            elif reading.structure is not None and not _has_told(iterator):
-                return self._left_out(reading, reading.structure, iterator, partial(read, iterator))
-            try:
-                data = read(iterator)
-            finally:
-                mark = reading.drawn.popleft() if reading.drawn else ""
-            self._note(reading, mark, data)
-            return data
+            with self._alone:
+                reading = self._of(iterator)
+                if not self._leaves_out(iterator, reading):
+                    self._catch_up(reading, iterator)
+                elif reading.structure is not None and not _has_told(iterator):
+                    return self._left_out(reading, reading.structure, iterator, partial(read, iterator))
+                try:
+                    data = read(iterator)
+                finally:
+                    mark = reading.drawn.popleft() if reading.drawn else ""
+                self._note(reading, mark, data)
+                return data
 
         return next_data
 
@@ -178,26 +192,38 @@ class Loads:
 
         return create_fetcher
 
-    def fetch(self, fetcher: Any, index: Any) -> Any:
-        """Load a batch, and see what that changes."""
+    def fetch(self, fetcher: _Fetcher, index: Any) -> Any:
+        """Load a batch, and see what that changes, or has changed since it was seen last."""
         if self._changes[0]:
-            return fetcher.fetch(index)
+            return fetcher.of_torch.fetch(index)
         self._fetched += 1
-        looks = self._fetched <= _EACH or self._fetched % _EACH == 0
-        seen, states = _look(fetcher) if looks else [], random_states()
+        # What is made only once, by the first, changes nothing.
+        looks = 1 < self._fetched <= _EACH or self._fetched % _EACH == 0
+        states = random_states()
+        same = not looks or fetcher.looks(index)
         try:
-            found = fetcher.fetch(index)
+            found = fetcher.of_torch.fetch(index)
         except BaseException:
             self._changes[0] = 1  # whoever goes on after it has not used what was drawn
             raise
-        if seen is None or not same_states(states, random_states()) or (looks and _look(fetcher) != seen):
+        if not same or (looks and not fetcher.is_same(index)) or not same_states(states, random_states()):
             self._changes[0] = 1
         return found
 
     # -- what is left out -------------------------------------------------------------------------
 
+    @property
+    def _alone(self) -> Any:
+        """Nobody else loads what was left out, if there is any."""
+        return self._lock if self._until >= 0 or self._leaves else contextlib.nullcontext()
+
     def _of(self, iterator: Any) -> _Reading:
-        return self._readings.setdefault(iterator, _Reading())
+        if (found := self._readings.get(iterator)) is None:
+            found = self._readings[iterator] = _Reading()
+            seen = isinstance(getattr(iterator, "_dataset_fetcher", None), _Fetcher)
+            if not seen and iterator._dataset_kind == dataloader._DatasetKind.Map:
+                self._changes[0] = 1  # it has begun before anybody saw what it loads
+        return found
 
     def _leaves_out(self, iterator: Any, reading: _Reading) -> bool:
         """Whether batches that it draws now are of steps that are done, and need not be loaded."""
@@ -230,7 +256,8 @@ class Loads:
             self._withhold(reading, iterator)
         else:
             index = _own(iterator._next_index())
-        reading.drawn.popleft()
+        if reading.drawn:
+            reading.drawn.popleft()
 
         def load() -> Any:
             with self._loading(iterator, index):
@@ -240,7 +267,7 @@ class Loads:
             self.left_out -= 1
             return data
 
-        batch = UnreadBatch(load)
+        batch = UnreadBatch(load, self._lock)
         self.left_out += 1
         self._leaves = True
         self._unread = [each for each in self._unread if each.is_used and not each.is_read]
@@ -249,10 +276,11 @@ class Loads:
 
     def _read_all(self) -> None:
         """Load what somebody may still look at."""
-        unread, self._unread = self._unread, []
-        for batch in unread:
-            if batch.is_used:
-                batch.read()
+        with self._lock:
+            unread, self._unread = self._unread, []
+            for batch in unread:
+                if batch.is_used:
+                    batch.read()
 
     @contextmanager
     def _loading(self, iterator: Any, index: Any) -> Iterator[None]:
@@ -293,19 +321,36 @@ class Loads:
 class _Fetcher:
     """Fetches as torch's does."""
 
-    def __init__(self, fetcher: Any, loads: Loads) -> None:
-        self._fetcher, self._loads = fetcher, loads
+    def __init__(self, of_torch: Any, loads: Loads) -> None:
+        self.of_torch, self._loads = of_torch, loads
+        self._after: list[Any] | None = None
+        """What was there when it was looked last."""
+        self._before: tuple[list[Any], list[Any]] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.of_torch, name)
 
     def fetch(self, index: Any) -> Any:
         """A batch."""
-        return self._loads.fetch(self._fetcher, index)
+        return self._loads.fetch(self, index)
 
+    def looks(self, index: Any) -> bool:
+        """Look, before a batch is loaded. Returns whether all is as it was left."""
+        now = self._look([])
+        left, self._before = self._after, self._look(index)
+        return now is not None and self._before is not None and left in (None, now[0])
 
-def _look(fetcher: Any) -> list[Any] | None:
-    try:
-        return look(fetcher)
-    except Exception:  # objects of the script's, and its threads, may do anything meanwhile
-        return None
+    def is_same(self, index: Any) -> bool:
+        """Look again, after it. Returns whether it is the same."""
+        now, after = self._look(index), self._look([])
+        self._after = None if after is None else after[0]
+        return now is not None and now == self._before
+
+    def _look(self, index: Any) -> tuple[list[Any], list[Any]] | None:
+        try:
+            return look(self.of_torch, index), look_at_script()
+        except Exception:  # objects of the script's, and its threads, may do anything meanwhile
+            return None
 
 
 def _has_told(iterator: Any) -> bool:
@@ -319,8 +364,13 @@ def _own(index: Any) -> Any:
 
 
 def _mark_of_index(index: Any) -> str:
-    few = index[:_INDICES] if isinstance(index, (list, tuple)) else [index]
-    return xxh3_64_hexdigest(repr([int(at) if isinstance(at, torch.Tensor) else at for at in few]).encode())
+    """Equal of equal ones; empty where there is no telling."""
+    if isinstance(index, (list, tuple, torch.Tensor, np.ndarray)) and np.ndim(index):
+        index = [at.tolist() if isinstance(at, torch.Tensor) else at for at in index[:_INDICES]]
+    try:
+        return xxh3_64_hexdigest(repr(index).encode())
+    except Exception:  # samplers may yield anything
+        return ""
 
 
 def _mark_of(leaf: torch.Tensor) -> str:

@@ -78,6 +78,8 @@ class _Mark:
         """When it was made, and when it was added to last."""
         self.output = False
         """Whether it is an output of the model, as it was answered."""
+        self.number = False
+        """Whether it was made for one number."""
         self._bytes = storage.nbytes()
         self._alive = StorageWeakRef(storage)
         self._overwritten = Bytes()
@@ -110,7 +112,7 @@ class MadeUp:
         self._marks: dict[int, _Mark] = {}
         self._most = 1000
         """Marks that there may be before those of memory that is gone are dropped."""
-        self._scalars = Scalars()
+        self._scalars = Scalars(self._is_number)
         self._numbers = _Alive()
         """Read of losses, and finite."""
         self._sources: dict[int, StorageWeakRef] = {}
@@ -251,6 +253,8 @@ class MadeUp:
         """These have got their content."""
         found = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
         for tensor in found:
+            if (mark := self._marks.get(storage_of(tensor))) is not None and not mark.output:
+                del self._marks[storage_of(tensor)]
             self._overwritten(tensor)
         if known := {storage_of(tensor) for tensor in found}:
             for tensor in self._scalars.follow(known, self._is_known):
@@ -260,6 +264,12 @@ class MadeUp:
         """What was there is not there any more."""
         if (mark := self._marks.get(storage_of(tensor))) is not None and mark.overwritten(tensor):
             del self._marks[storage_of(tensor)]
+
+    def _is_number(self, tensor: torch.Tensor) -> bool:
+        """Whether it has its memory for itself."""
+        mark = self._marks.get(storage_of(tensor))
+        whole = tensor.untyped_storage().nbytes() == tensor.element_size()
+        return tensor.numel() == 1 and (whole or (mark is not None and mark.alive and mark.number))
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
         return self._since(tensor) is None
@@ -322,8 +332,10 @@ class MadeUp:
         if since is not None and not written:
             there = set(map(storage_of, read))
             for tensor in tensors_of([result]):
-                if storage_of(tensor) not in there:
+                if (at := storage_of(tensor)) not in there:
                     self._mark(tensor, since)
+                    if at in self._marks:
+                        self._marks[at].number = tensor.numel() == 1
 
     def _since(self, tensor: Any) -> int | None:
         """Since when it is made up, if it is."""

@@ -33,8 +33,9 @@ class _Done:
 class Scalars:
     """Operations on numbers that are yet to be known."""
 
-    def __init__(self) -> None:
-        """A script's that has done none."""
+    def __init__(self, is_number: Callable[[torch.Tensor], bool]) -> None:
+        """`is_number`: whether a tensor is one number, in memory that has nothing else."""
+        self._is_number = is_number
         self._done: list[_Done] = []
         self._touched: set[int] = set()
 
@@ -46,7 +47,7 @@ class Scalars:
         is_known: Callable[[Any], bool],
     ) -> list[tuple[torch.Tensor, torch.Tensor | None]] | None:
         """An operation is about to be done: what it overwrites, or None where it is not one of these."""
-        if not all(map(is_known, read)) and len(self._done) < _MANY and _repeats(func, written, read):
+        if not all(map(is_known, read)) and len(self._done) < _MANY and self._repeats(func, written, read):
             return [(t, t.detach().clone() if is_known(t) else None) for t in written]
         if self._touched.intersection(map(storage_of, written)):
             self.clear()
@@ -63,7 +64,7 @@ class Scalars:
     ) -> None:
         """It was done."""
         results = list(tensors_of([result]))
-        if len(results) != 1 or not _is_alone(results[0]):
+        if len(results) != 1 or not self._is_number(results[0]):
             if before:
                 self.clear()
             return
@@ -77,7 +78,7 @@ class Scalars:
         self.clear()
         if any(storage_of(tensor) in known for each in done for tensor, _ in each.before):
             return []  # the loss itself was changed after others were made of it
-        with torch.no_grad():
+        with torch.inference_mode():  # some may have been made in it
             for each in done:
                 (result,) = each.results
                 at, written = storage_of(result), bool(each.before)
@@ -91,7 +92,9 @@ class Scalars:
                     continue
                 if before is not None and at not in found:
                     result.detach().copy_(before)
-                (made,) = tensors_of([each.func(*each.args, **each.kwargs)])
+                args = each.args[:2] if each.func.overloadpacket is torch.ops.aten.copy_ else each.args
+                kwargs = {key: value for key, value in each.kwargs.items() if key != "non_blocking"}
+                (made,) = tensors_of([each.func(*args, **kwargs)])
                 if not written and at not in map(storage_of, each.read):
                     result.detach().copy_(made)
                 if not math.isnan(result.item()):
@@ -103,14 +106,8 @@ class Scalars:
         self._done.clear()
         self._touched.clear()
 
-
-def _repeats(func: Any, written: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) -> bool:
-    """Whether an operation on numbers comes to the same once more, and does nothing besides."""
-    if func.namespace != "aten" or len(written) > 1 or not all(map(_is_alone, (*written, *read))):
-        return False
-    return torch.Tag.inplace_view not in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
-
-
-def _is_alone(tensor: torch.Tensor) -> bool:
-    """Whether a number has its memory for itself."""
-    return tensor.numel() == 1 and tensor.untyped_storage().nbytes() == tensor.element_size()
+    def _repeats(self, func: Any, written: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) -> bool:
+        """Whether an operation on numbers comes to the same once more, and does nothing besides."""
+        if func.namespace != "aten" or len(written) > 1 or not all(map(self._is_number, (*written, *read))):
+            return False
+        return torch.Tag.inplace_view not in func.tags and torch.Tag.nondeterministic_seeded not in func.tags

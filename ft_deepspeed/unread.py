@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Sequence
@@ -16,8 +17,9 @@ _PLAIN = (type(None), bool, int)
 class UnreadBatch:
     """A batch of which only the structure is known, and how to load it."""
 
-    def __init__(self, load: Callable[[], Any]) -> None:
-        """`load`: returns the batch; called once at most."""
+    def __init__(self, load: Callable[[], Any], lock: Any = None) -> None:
+        """`load`: returns the batch; called once at most, with `lock`."""
+        self._lock = lock or threading.RLock()
         self._load: Callable[[], Any] | None = load
         self._leaves: Sequence[torch.Tensor] | None = None
         self._parts: list[weakref.ref[Unread]] = []
@@ -39,13 +41,14 @@ class UnreadBatch:
 
     def read(self) -> Sequence[torch.Tensor]:
         """Load it, and make all that was asked of it meanwhile: whoever looks may also change it."""
-        if self._leaves is None:
-            assert self._load is not None
-            self._leaves, self._load = leaves(self._load()), None
-            for reference in self._parts:
-                if (part := reference()) is not None:
-                    part.ft_value = part.ft_make()
-        return self._leaves
+        with self._lock:
+            if self._leaves is None:
+                assert self._load is not None
+                self._leaves, self._load = leaves(self._load()), None
+                for reference in self._parts:
+                    if (part := reference()) is not None:
+                        part.ft_value = part.ft_make()
+            return self._leaves
 
 
 class Unread(torch.Tensor):

@@ -8,21 +8,23 @@ import functools
 import mmap
 import pickle
 import random
+import time
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, dataloader
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, dataloader
 
 from ft_deepspeed.loads import OTHERS, Loads
 from ft_deepspeed.unread import Structure, Unread, UnreadBatch
 
 Batch = Any
 _HOOKED = {
-    dataloader._BaseDataLoaderIter: ["_next_index"],
+    dataloader._BaseDataLoaderIter: ["_next_index", "__init__"],
     dataloader._SingleProcessDataLoaderIter: ["_next_data"],
     dataloader._MultiProcessingDataLoaderIter: ["_next_data", "_try_put_index", "_reset"],
     dataloader._DatasetKind: ["create_fetcher"],
@@ -183,6 +185,150 @@ class OfFile(Samples):
         return {"x": torch.tensor(self.file.read(1)[0])}
 
 
+class Visited(Samples):
+    """Counts how often it has been asked for each sample."""
+
+    def __init__(self, visits: Any) -> None:
+        self.visits = visits
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.visits[index] += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(
+    "visits", [[0] * 400, np.zeros(400, int), np.zeros((400, 2)), dict.fromkeys(range(400), 0)], ids=type
+)
+def test_visits_of_samples_are_seen(visits: Any) -> None:
+    loader = DataLoader(Visited(visits), 4, sampler=range(99, 139))
+    run = Run(loader)
+    run.position = 0
+    list(loader)
+    assert not run.loads.state()["same"]
+
+
+class Slotted(Samples):
+    class Count:
+        __slots__ = ("number",)
+
+    def __init__(self) -> None:
+        self.count = Slotted.Count()
+        self.count.number = 0
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.count.number += 1
+        return super().__getitem__(index)
+
+
+class OfClass(Samples):
+    count = 0
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        OfClass.count += 1
+        return super().__getitem__(index)
+
+
+class Transformed(Samples):
+    class Transform(torch.nn.Module):
+        count = 0
+
+        def forward(self, x: Any) -> Any:
+            self.count += 1
+            return x
+
+    def __init__(self) -> None:
+        self.transform = Transformed.Transform()
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": self.transform(super().__getitem__(index)["x"])}
+
+
+class Opening(Samples):
+    """Opens something for its first sample, and keeps it."""
+
+    opened = False
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.opened = True
+        return super().__getitem__(index)
+
+
+class Costly(dict[str, int]):
+    """Is not to be read by anybody who only looks."""
+
+    def __getitem__(self, key: str) -> int:
+        raise AssertionError
+
+    __iter__ = __len__ = items = values = keys = __getitem__  # type: ignore[assignment]
+
+
+def test_looking_does_nothing(tmp_path: Any) -> None:
+    class Archive(Mapping[str, Any]):
+        def __getitem__(self, key: str) -> Any:
+            raise AssertionError
+
+        __iter__ = __len__ = __getitem__  # type: ignore[assignment]
+
+    data = Opening()
+    data.costly, data.archive = Costly(a=1), Archive()  # type: ignore[attr-defined]
+    data.log = open(tmp_path / "log", "w")  # type: ignore[attr-defined]  # noqa: SIM115
+    data.log.write("a line that is not flushed")  # type: ignore[attr-defined]
+    run = Run(DataLoader(data, 4, num_workers=1))
+    run.steps(8, lambda *_: None)
+    assert run.states[-1]["same"]
+    assert not (tmp_path / "log").read_text()
+
+
+def test_data_that_the_script_changes_between_batches_are_told_of() -> None:
+    run = Run(DataLoader(data := Samples(), 4))
+
+    def change(step: int, batch: Batch) -> None:
+        data.length = step  # type: ignore[attr-defined]
+
+    run.steps(20, change)
+    assert not run.states[-1]["same"]
+
+
+@pytest.mark.parametrize(
+    "sampler", [torch.randperm(40).split(4), [np.arange(4)] * 10, [[torch.tensor(1)] * 4] * 10, [(1, 2)] * 10]
+)
+def test_indices_of_any_type(sampler: Any) -> None:
+    run = Run(DataLoader(Samples(), batch_sampler=[list(each) for each in sampler]))
+    run.position = 0
+    assert len(list(run.loader)) == 10
+    if not isinstance(sampler[0], (list, tuple)):
+        whole: Any = DataLoader(TensorDataset(torch.arange(40)), batch_size=None, sampler=sampler)
+        assert len(list(whole)) == 10
+
+
+def test_a_thread_that_looks_disturbs_nobody() -> None:
+    newcomer = Run(DataLoader(Slow(), 2))
+    newcomer.position = 0
+    newcomer.loads.follow({"same": True, "newest": []}, 1000)
+    with ThreadPoolExecutor(4) as pool:
+        looked = []
+        for batch in newcomer.loader:
+            newcomer.position += 1
+            looked.append(pool.submit(lambda batch=batch: batch["y"].tolist()))
+        found = [each.result() for each in looked]
+    assert found == [[at, at + 1] for at in range(0, 40, 2)]
+
+
+class Slow(Samples):
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        time.sleep(0.002)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_iteration_that_nobody_saw_begin_is_told_of(workers: int) -> None:
+    begun = iter(DataLoader(Noisy(), 4, num_workers=workers))
+    run = Run(DataLoader(Samples(), 4))
+    run.position = 0
+    assert len(list(begun)) == 10
+    assert not run.loads.state()["same"]
+
+
 class Torn(Samples):
     """Has one sample that cannot be read, and whoever asks for it knows that."""
 
@@ -201,7 +347,10 @@ def test_a_sample_that_cannot_be_read_is_told_of() -> None:
     assert not run.loads.state()["same"]
 
 
-@pytest.mark.parametrize("data", [Noisy, Counting, Varying, Within, Seldom, Numbers, OfFile])
+_CHANGING = [Noisy, Counting, Varying, Within, Seldom, Numbers, OfFile, Slotted, OfClass, Transformed]
+
+
+@pytest.mark.parametrize("data", _CHANGING)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_loading_that_changes_something_is_told_of(data: type[Samples], workers: int) -> None:
     run = Run(DataLoader(data(), 4, num_workers=workers))

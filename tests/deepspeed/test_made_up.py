@@ -320,11 +320,20 @@ def test_a_loss_before_and_after_its_backward_pass(newcomer: Newcomer) -> None:
     assert losses[0].item() == 8
 
 
-def test_what_was_made_of_a_loss_before_its_backward_pass_is_known_after_it(newcomer: Newcomer) -> None:
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        lambda outputs: torch.nn.functional.cross_entropy(outputs, torch.tensor([0, 1])),
+        lambda outputs: torch.nn.functional.mse_loss(outputs, torch.zeros(2, 3)),  # in memory of more bytes
+    ],
+)
+def test_what_was_made_of_a_loss_before_its_backward_pass_is_known_after_it(
+    newcomer: Newcomer, criterion: Any
+) -> None:
     total, last, lists, mixed = 0, torch.zeros(()), [], torch.zeros(())
     for value in (1.5, 2.0, 4.0):
         outputs = newcomer.outputs()
-        loss = torch.nn.functional.cross_entropy(outputs, torch.tensor([0, 1]))
+        loss = criterion(outputs)
         total += loss.detach().float()
         last.copy_(loss.detach() / 2)
         lists.append((loss.detach() + total) * 10)
