@@ -255,7 +255,11 @@ class Loads:
             index = reading.withheld.popleft()
             self._withhold(reading, iterator)
         else:
-            index = _own(iterator._next_index())
+            try:
+                index = _own(iterator._next_index())
+            except StopIteration:
+                self._read_all()  # the script may have the data set give others from here on
+                raise
         if reading.drawn:
             reading.drawn.popleft()
 

@@ -435,11 +435,19 @@ def test_a_sampler_that_begins_anew_by_itself() -> None:
         assert len(list(newcomer.loader)) == 3
 
 
-def test_a_batch_of_a_loader_that_has_ended_is_there() -> None:
-    newcomer = Run(DataLoader(Samples(), 4, num_workers=1))
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_of_a_loader_that_has_ended_is_what_it_was(workers: int) -> None:
+    class OfEpoch(Samples):
+        epoch = 0
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            return {"y": torch.tensor(index + self.epoch)}
+
+    newcomer = Run(DataLoader(data := OfEpoch(), 4, num_workers=workers))
     newcomer.position = 0
     newcomer.loads.follow({"same": True, "newest": []}, 100)
     (*_, last) = iter(newcomer.loader)
+    data.epoch = 1
     assert last["y"].tolist() == [36, 37, 38, 39]
 
 
