@@ -10,14 +10,13 @@ come to where the others are: the last batches are other ones.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -30,6 +29,8 @@ from ft_deepspeed import patched
 from ft_deepspeed.data_place import forks
 from ft_deepspeed.look import look, look_at_script, random_states, same_states
 from ft_deepspeed.unread import Structure, UnreadBatch, leaves
+
+T = TypeVar("T")
 
 OTHERS = (
     "it loads data by what was loaded before, in a way that is not seen (such as a file that is read on; a "
@@ -215,7 +216,7 @@ class Loads:
     @property
     def _alone(self) -> Any:
         """Nobody else loads what was left out, if there is any."""
-        return self._lock if self._until >= 0 or self._leaves else contextlib.nullcontext()
+        return self._lock if self._until >= 0 or self._leaves else nullcontext()
 
     def _of(self, iterator: Any) -> _Reading:
         if (found := self._readings.get(iterator)) is None:
@@ -340,21 +341,24 @@ class _Fetcher:
 
     def looks(self, index: Any) -> bool:
         """Look, before a batch is loaded. Returns whether all is as it was left."""
-        now = self._look([])
+        now = _looked(lambda: look(self.of_torch, []))
         left, self._before = self._after, self._look(index)
-        return now is not None and self._before is not None and left in (None, now[0])
+        return now is not None and self._before is not None and left in (None, now)
 
     def is_same(self, index: Any) -> bool:
         """Look again, after it. Returns whether it is the same."""
-        now, after = self._look(index), self._look([])
-        self._after = None if after is None else after[0]
+        now, self._after = self._look(index), _looked(lambda: look(self.of_torch, []))
         return now is not None and now == self._before
 
     def _look(self, index: Any) -> tuple[list[Any], list[Any]] | None:
-        try:
-            return look(self.of_torch, index), look_at_script()
-        except Exception:  # objects of the script's, and its threads, may do anything meanwhile
-            return None
+        return _looked(lambda: (look(self.of_torch, index), look_at_script()))
+
+
+def _looked(looks: Callable[[], T]) -> T | None:
+    try:
+        return looks()
+    except Exception:  # objects of the script's, and its threads, may do anything meanwhile
+        return None
 
 
 def _has_told(iterator: Any) -> bool:
