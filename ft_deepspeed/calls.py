@@ -511,7 +511,7 @@ def _reached(
     """Which of the forward passes these come from, which leaves besides, and whether they come from the
     engine's parameters by another way, too."""
     boundaries = {f.boundary: f for f in forwards}
-    parameters = {id(p) for p in engine.module.parameters()}
+    parameters: set[int] = set()
     found: list[Forward] = []
     leaves: list[torch.Tensor] = []
     beside = False
@@ -526,8 +526,8 @@ def _reached(
             found.append(forward)
         elif (variable := getattr(node, "variable", None)) is None:
             rest.extend(below for below, _ in node.next_functions if below is not None)
-        elif id(variable) in parameters:
-            beside = True
+        elif id(variable) in (parameters := parameters or {id(p) for p in engine.module.parameters()}):
+            beside = True  # seldom come to, and a walk through a model takes milliseconds
         else:
             leaves.append(variable)
     return [f for f in forwards if f in found], leaves, beside

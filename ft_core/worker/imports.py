@@ -5,7 +5,8 @@ which has a rank, or because the script has set something before its own import.
 those that imported them, are out of sight when the script begins. Its import of one brings it back if nothing
 that was read reads otherwise now; else it is imported anew, as it would be elsewhere. A package with native
 code cannot be imported twice, nor one that fails the second time (`datasets` registers types with pyarrow,
-once): that is said.
+once): that is said. So it is with each module of the engine's own adapters that a script has imported: what
+it has of a framework is that which was there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import logging
 import os
 import sys
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.abc import Loader, MetaPathFinder
@@ -22,7 +23,7 @@ from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
 from types import FrameType, ModuleType
 from typing import Any
 
-from ft_core import patched
+from ft_core import patched, plugins
 from ft_core.import_hook import aside
 
 log = logging.getLogger(__name__)
@@ -33,9 +34,15 @@ def package_of(module: str) -> str:
     return module.partition(".")[0]
 
 
+def _unit(module: str) -> str:
+    """What is imported anew as one: a package, or a module of the engine's that came with the script's."""
+    package = package_of(module)
+    return module if package in _own and module not in _there else package
+
+
 @dataclass
 class Package:
-    """A package as it was imported in a fork server."""
+    """A package, or a module of the engine's, as it was imported in a fork server."""
 
     reads: dict[str, str | None] = field(default_factory=dict)
     """What it read of the environment."""
@@ -58,6 +65,10 @@ _written: set[str] = set()
 """What packages have set in the environment as they were imported: it is there in workers as well."""
 _before: frozenset[str] = frozenset()
 """Packages that the engine has imported for itself: they stay."""
+_own: frozenset[str] = frozenset()
+"""Those of them that are its own."""
+_there: frozenset[str] = frozenset()
+"""The modules of that time."""
 
 
 # -- in the fork server ----------------------------------------------------------------------------
@@ -72,8 +83,10 @@ def set_for_script(name: str, value: str) -> None:
 @contextmanager
 def noted() -> Iterator[None]:
     """Note what modules that are imported meanwhile read of the environment, and import."""
-    global _before
-    _before = frozenset(map(package_of, sys.modules))
+    global _before, _own, _there
+    _there = frozenset(sys.modules)
+    _before = frozenset(map(package_of, _there))
+    _own = _before & frozenset(plugins.packages())
     _packages.setdefault("torch", Package()).reads.update({name: os.environ.get(name) for name in _NATIVE})
     read, write = patched.READ_VARIABLE.original(), patched.WRITE_VARIABLE.original()
     each = patched.EACH_VARIABLE.original()
@@ -105,12 +118,13 @@ def noted() -> Iterator[None]:
         name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
     ) -> ModuleType:
         if not level:
-            _of(sys._getframe(1)).needs.add(package_of(name))
+            names = {name, *(f"{name}.{each}" for each in fromlist or ())}
+            _of(sys._getframe(1)).needs.update(map(_unit, names))
         found: ModuleType = load(name, globals, locals, fromlist, level)
         return found
 
     def loads_by_name(name: str, *about: Any) -> ModuleType:
-        _of(sys._getframe(1)).needs.add(package_of(name))
+        _of(sys._getframe(1)).needs.add(_unit(name))
         found: ModuleType = load_by_name(name, *about)
         return found
 
@@ -128,11 +142,11 @@ def _of(frame: FrameType | None, unless: str = "") -> Package:
     """The package that something is done for, perhaps through the standard library. `unless`: a variable that
     is read as all are, which is for nobody whose name is not in it."""
     while frame is not None:
-        package = package_of(frame.f_globals.get("__name__") or "")
-        if package not in sys.stdlib_module_names:
+        module = frame.f_globals.get("__name__") or ""
+        if (package := package_of(module)) not in sys.stdlib_module_names:
             if unless and package.lower() not in unless.lower():
                 return Package()
-            return _packages.setdefault(package, Package())
+            return _packages.setdefault(_unit(module), Package())
         frame = frame.f_back
     return Package()
 
@@ -149,14 +163,21 @@ def check() -> None:
 def hide() -> None:
     """Put out of sight what may have to be imported anew."""
     for_script = {name: package for name, package in _packages.items() if name not in _before}
-    hidden = {name for name, package in for_script.items() if package.reads}
+    hidden = {n for n, p in for_script.items() if p.reads and package_of(n) not in _own}
     hidden = _and_who_needs(hidden, for_script)
     for each, module in list(sys.modules.items()):  # other threads import, too
-        if (name := package_of(each)) in hidden:
+        if (name := _unit(each)) in hidden:
             _packages[name].modules[each] = aside[each] = module
             del sys.modules[each]
+            _parent(each).pop(each.rpartition(".")[2], None)
     if hidden:
         sys.meta_path.insert(0, _Finder(hidden))
+
+
+def _parent(module: str) -> dict[str, Any]:
+    """The variables of the package that a module of the engine's lies in; else what nobody looks at."""
+    parent = module.rpartition(".")[0]
+    return vars(sys.modules[parent]) if _unit(module) == module and parent in sys.modules else {}
 
 
 def _and_who_needs(names: set[str], among: Collection[str]) -> set[str]:
@@ -173,12 +194,13 @@ class _Finder(MetaPathFinder):
         self._hidden = hidden
         self._anew: dict[str, dict[str, dict[str, ModuleType]]] = {}
         """For packages that are to be imported anew: the modules of all those that are so together."""
+        self._renewed: list[dict[str, dict[str, ModuleType]]] = []
+        """The same of those that are anew. Whoever has been imported with the former ones has to be, too."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        package = package_of(name)
-        if package in self._hidden:
+        if (package := _unit(name)) in self._hidden:
             self._decide(package)
             if (module := sys.modules.pop(name, None)) is not None:  # who finds it there loads it once more
                 return ModuleSpec(name, _Back(module), origin=getattr(module, "__file__", None))
@@ -194,9 +216,11 @@ class _Finder(MetaPathFinder):
     def _decide(self, wanted: str) -> None:
         """Bring that package back, with those that it needs, or have it imported anew."""
         needed = self._needed(wanted)
-        differ = {name for name in needed if _packages[name].differs()}
+        renewed = {name for former in self._renewed for name in former}
+        differ = {n for n in needed if _packages[n].differs() or not renewed.isdisjoint(_packages[n].needs)}
         anew = {name for name in _and_who_needs(differ, needed) if not _is_native(_packages[name])}
         former = {name: _packages[name].modules for name in anew}
+        self._renewed.append(former)
         for name in needed:
             package = _packages[name]
             self._hidden.discard(name)
@@ -204,7 +228,7 @@ class _Finder(MetaPathFinder):
                 self._anew[name] = former
                 continue
             _say(name, package.differs())
-            sys.modules.update(package.modules)
+            _bring_back(package.modules)
         for name in needed:
             for each in _packages[name].modules:
                 aside.pop(each, None)
@@ -238,11 +262,11 @@ class _Anew(Loader):
             if name not in own:
                 raise
             log.warning("%s cannot be imported again: %s: %s", name, type(error).__name__, error)
-            for each in [each for each in sys.modules if package_of(each) in self._former]:
+            for each in [each for each in sys.modules if _unit(each) in self._former]:
                 del sys.modules[each]
             for package, modules in self._former.items():
                 _say(package, _packages[package].differs())
-                sys.modules.update(modules)
+                _bring_back(modules)
             self._former.clear()
             sys.modules.update(own)
             vars(module).update(vars(own[name]))  # for whoever has it already
@@ -262,6 +286,12 @@ class _Back(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self._spec
+
+
+def _bring_back(modules: Mapping[str, ModuleType]) -> None:
+    sys.modules.update(modules)
+    for name, module in modules.items():
+        _parent(name)[name.rpartition(".")[2]] = module
 
 
 def _is_native(package: Package) -> bool:

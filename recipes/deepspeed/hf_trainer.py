@@ -11,15 +11,10 @@ Progress goes to stdout as in pretrain_clm.py: one line a step, and last a diges
 from __future__ import annotations
 
 import argparse
-import os
 from typing import Any, cast
 
-import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
-
 import corpus  # type: ignore[import-not-found]
+import torch
 from digest import digest  # type: ignore[import-not-found]
 from transformers import AutoModelForCausalLM, GPT2Config, HfArgumentParser, Trainer, TrainingArguments
 from transformers.trainer_callback import TrainerCallback

@@ -14,19 +14,14 @@ bit by bit, and last a digest of all ranks' final state.
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
-
 import checkpoint  # type: ignore[import-not-found]
 import corpus  # type: ignore[import-not-found]
 import deepspeed
+import torch
 from deepspeed.accelerator import get_accelerator
 from digest import digest  # type: ignore[import-not-found]
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM

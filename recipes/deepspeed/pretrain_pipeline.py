@@ -9,23 +9,18 @@ An ordinary script for DeepSpeed's PipelineModule, as pretrain_clm.py is one for
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when deepspeed is imported
-
 import checkpoint  # type: ignore[import-not-found]
 import corpus  # type: ignore[import-not-found]
 import deepspeed
+import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from digest import digest  # type: ignore[import-not-found]
+from torch import nn
 
 
 def parse_args() -> argparse.Namespace:

@@ -131,6 +131,7 @@ def printed(code: str, **environment: str) -> list[str]:
         ("pass", "True True True before True"),
         ("os.environ['UNREAD'] = '1'", "True True True before True"),
         ("os.environ['SET'] = 'after'", "False False True after True"),
+        ("os.environ['SET'] = 'after'; import reads.deep", "False False True after True"),
         ("os.environ['RANK'] = '3'", "False False True before True"),
         ("os.environ['RANK'] = '3'; del os.environ['RANK']", "True True True before True"),
     ],
@@ -138,6 +139,31 @@ def printed(code: str, **environment: str) -> list[str]:
 def test_modules_are_those_that_the_script_would_import(packages: Path, change: str, expected: str) -> None:
     found = printed(BROUGHT_BACK.format(path=str(packages), change=change))
     assert found == [expected, "True reads.deep True True"]
+
+
+OWN = """
+    import os, sys
+    sys.path.insert(0, {path!r})
+    import ft_core
+    from ft_core.worker import imports
+    ft_core.__path__.append({path!r})
+    with imports.noted():
+        import ft_core.upper, plain
+    first = ft_core.upper
+    imports.hide()
+    assert "ft_core.patching" in sys.modules and not hasattr(ft_core, "upper")
+    {change}
+    import reads, ft_core.upper
+    print(ft_core.upper is first, ft_core.upper.lower.reads is reads, ft_core.lower is ft_core.upper.lower)
+"""
+
+
+@pytest.mark.parametrize(("change", "same"), [("pass", True), ("os.environ['RANK'] = '3'", False)])
+def test_what_an_adapter_has_of_a_framework_is_what_the_script_has(
+    packages: Path, change: str, same: bool
+) -> None:
+    files(packages, lower="import reads", upper="from ft_core import lower")
+    assert printed(OWN.format(path=str(packages), change=change)) == [f"{same} True True"]
 
 
 def test_native_code_is_not_imported_twice(packages: Path) -> None:
