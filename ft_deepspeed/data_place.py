@@ -12,12 +12,10 @@ from __future__ import annotations
 import importlib
 import mmap
 import multiprocessing
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset
@@ -282,9 +280,9 @@ class DataPlace:
         def fetching(index: Any) -> Any:
             if self._moved[0]:
                 return fetch(index)
-            before = _states(self._objects)
+            before, marks = rng.of_host(), _marks(self._objects)
             found = fetch(index)
-            if before != _states(self._objects):
+            if rng.moved(before, rng.of_host()) or marks != _marks(self._objects):
                 self._moved[0] = 1
             return found
 
@@ -360,9 +358,8 @@ def forks(loader: Any) -> bool:
     return bool(name == "fork")
 
 
-def _states(objects: ScriptState | None) -> Any:
-    marks = objects.marks() if objects is not None else None
-    return random.getstate(), repr(np.random.get_state()), torch.get_rng_state().numpy().tobytes(), marks
+def _marks(objects: ScriptState | None) -> Any:
+    return objects.marks() if objects is not None else None
 
 
 def _ahead(iterator: Any, loader: Any) -> dict[str, Any]:

@@ -25,9 +25,10 @@ from torch.utils.data import dataloader
 from xxhash import xxh3_64_hexdigest
 
 from ft_core.patching import replaced
+from ft_core.state import rng
 from ft_deepspeed import patched
 from ft_deepspeed.data_place import forks
-from ft_deepspeed.look import look, look_at_script, random_states, same_states
+from ft_deepspeed.look import look, look_at_script
 from ft_deepspeed.unread import Structure, UnreadBatch, leaves
 
 T = TypeVar("T")
@@ -200,14 +201,14 @@ class Loads:
         self._fetched += 1
         # What is made only once, by the first, changes nothing.
         looks = 1 < self._fetched <= _EACH or self._fetched % _EACH == 0
-        states = random_states()
+        states = rng.of_host()
         same = not looks or fetcher.looks(index)
         try:
             found = fetcher.of_torch.fetch(index)
         except BaseException:
             self._changes[0] = 1  # whoever goes on after it has not used what was drawn
             raise
-        if not same or (looks and not fetcher.is_same(index)) or not same_states(states, random_states()):
+        if not same or (looks and not fetcher.is_same(index)) or rng.moved(states, rng.of_host()):
             self._changes[0] = 1
         return found
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
@@ -45,18 +44,6 @@ _LOADS = ("dataset", "collate_fn")
 
 class Changing(Exception):  # noqa: N818 - said of a value
     """It may be another one with each look, and nobody can tell."""
-
-
-def random_states() -> Any:
-    """Those of the CPU, which a loader's process has, too."""
-    return random.getstate(), np.random.get_state(), torch.get_rng_state()
-
-
-def same_states(one: Any, other: Any) -> bool:
-    """Whether nothing was drawn in between."""
-    (python, (_, words, *rest), state), (python_now, (_, words_now, *rest_now), state_now) = one, other
-    same = python == python_now and rest == rest_now and np.array_equal(words, words_now)
-    return bool(same and torch.equal(state, state_now))
 
 
 def look(fetcher: Any, index: Any) -> list[Any]:

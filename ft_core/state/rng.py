@@ -38,15 +38,15 @@ def find(namespaces: Iterable[tuple[str, dict[str, Any]]]) -> None:
 def capture() -> dict[str, Any]:
     """States of Python's, numpy's and torch's generators, of the current GPU's where there is one, and of
     those that were found."""
-    states = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if _has_cuda() else None,
-    }
+    states = {**of_host(), "cuda": torch.cuda.get_rng_state() if _has_cuda() else None}
     for name, (space, key) in _own.items():
         states[name] = state_of(space.get(key))
     return states
+
+
+def of_host() -> dict[str, Any]:
+    """Those of Python's, numpy's and torch's generators of the CPU, which a loader's process has, too."""
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
 
 
 @functools.cache
