@@ -33,7 +33,8 @@ class FinalSave:
         """Do what can be done by now."""
         cluster, now = self._cluster, self._out.now
         if now >= phase.until:
-            self._failed(phase, f"it took longer than {phase.until - phase.since:g} s (--shutdown-timeout)")
+            late = f"it took longer than {phase.until - phase.since:g} s (--shutdown-timeout)"
+            self._failed(phase, phase.unread or late)
         elif phase.last is not None and not cluster.nodes.keys() >= set(phase.last.places.values()):
             phase.last = None  # who was to write is lost: others may hold the same
             self.advance(phase)
@@ -105,15 +106,16 @@ class FinalSave:
             self._failed(phase, f"{where} is no storage that all nodes see: give another --ft-durable-dir")
 
     def _on_storage(self, phase: Saving, last: LastVersion) -> Mapping[int, str] | None:
-        """The checkpoints that all who have a part can read, by version; None until they have said. Where
-        somebody cannot look, the job is over."""
+        """The checkpoints that all who have a part can read, by version; None until they have said. Who
+        cannot look is asked again, as storage may be back in time."""
         checkpoints, nodes = self._recovery.checkpoints, self._cluster.nodes
         who = set(last.places.values())
         self._out.emit(*checkpoints.ask(nodes, who, self._out.now))
         if errors := [error for name, error in sorted(checkpoints.errors.items()) if name in who]:
             where = explain.place_of_last_version(self._cluster)
-            self._failed(phase, f"{where} cannot be read: {'; '.join(errors)}")
+            phase.unread = f"{where} cannot be read: {'; '.join(errors)}"
             return None
+        phase.unread = ""
         return checkpoints.common(who)
 
     def _saved(self, phase: Saving, version: int, name: str) -> None:

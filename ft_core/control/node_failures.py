@@ -5,7 +5,7 @@ from __future__ import annotations
 from ft_core.control.cluster.node import Node
 from ft_core.control.decide.next_epoch import can_be_spared
 from ft_core.control.liveness import strikes
-from ft_core.control.liveness.links import Broken, Pair
+from ft_core.control.liveness.links import Broken
 from ft_core.control.observe.observations import FirstSign
 from ft_core.control.phases import Quiescing, Running, Waiting
 from ft_core.control.prestart.draining import can_shrink
@@ -13,6 +13,9 @@ from ft_core.control.recovery import RecoveryCoordinator
 from ft_core.control.script_ends import ScriptEnds
 from ft_core.protocol import messages as m
 from ft_core.protocol.domains import place
+
+_SEVERED = 60.0
+"""Seconds for which two machines whose link was found broken are not thought to reach each other again."""
 
 
 class NodeFailures:
@@ -22,6 +25,8 @@ class NodeFailures:
         self._recovery, self._scripts = recovery, scripts
         self._cluster, self._out = recovery.cluster, recovery.out
         self._detector = recovery.failure_detector
+        self._severed: dict[frozenset[str], float] = {}
+        """Machines whose link was found broken of late, and when last."""
 
     def node_lost(self, node: Node, why: str, fault: m.Fault = m.Fault.NODE) -> None:
         """What happens when a node dies. `fault`: of which it did; but for `NODE`, it is not only out of
@@ -104,6 +109,9 @@ class NodeFailures:
         none = cluster.settings.world_size  # a node without a role is replaced rather than one with some
         failed = lambda name: len(cluster.strikes.against(place(name), now))  # noqa: E731
         broken = self._detector.links.found(cluster.nodes, failed, lambda name: first.get(name, none))
+        if broken is not None:
+            self._severed = {ends: at for ends, at in self._severed.items() if now - at < _SEVERED}
+            self._severed[frozenset(map(place, broken.ends))] = now
         replaced = "" if broken is None else self._replaceable(broken)
         if broken is not None and not replaced:
             # What they hold would be lost, or they would come back to the same link.
@@ -137,15 +145,17 @@ class NodeFailures:
         """The end of a link that is replaced: rather that which was found than the other, and none that holds
         what nobody else does."""
         ends = sorted(broken.ends, key=lambda name: name != broken.replaced)  # INV-9 (links)
-        able = (name for name in ends if not self._has_no_other(name, broken.ends))
+        pairs = zip(ends, reversed(ends), strict=True)
+        able = (name for name, stays in pairs if not self._has_no_other(name, stays))
         return next((name for name in able if can_be_spared(self._cluster, name)), "")
 
-    def _has_no_other(self, replaced: m.NodeName, ends: Pair) -> bool:
-        """Whether the job would wait for a node if that one were replaced."""
+    def _has_no_other(self, replaced: m.NodeName, stays: m.NodeName) -> bool:
+        """Whether the job would wait for a node if that one were replaced: for one that reaches the other end
+        of the link, as far as is known."""
         cluster = self._cluster
         if cluster.settings.policy == "stop" or replaced not in cluster.roles_by_node:
             return False
         if can_shrink(cluster, replaced):
             return False
-        unusable = {*ends, *cluster.draining}
-        return not cluster.nodes.keys() - cluster.roles_by_node.keys() - unusable
+        spares = cluster.nodes.keys() - cluster.roles_by_node.keys() - {replaced, stays, *cluster.draining}
+        return all(frozenset((place(name), place(stays))) in self._severed for name in spares)

@@ -103,6 +103,8 @@ class Saving:
     """The nodes that were told to write them, each with the connection that this went over."""
     hurried: bool = False
     """Whether workers were ended that did not leave their step."""
+    unread: str = ""
+    """Why it is not known what is on storage, if somebody could not look when asked last."""
 
 
 @dataclass

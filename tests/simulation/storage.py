@@ -157,7 +157,7 @@ class Storage:
         self.ever_ailed |= bool(self.hangs or self.unreachable or self.unmounted)
 
         def answer() -> None:
-            self.ever_ailed |= self.full
+            self.ever_ailed |= self.full or where in self.hangs | self.unreachable
             if where in self.hangs:
                 node.later(0.5, answer)
             else:

@@ -19,6 +19,7 @@ from .invariants import Invariant
 from .world import World
 
 if TYPE_CHECKING:
+    from .storage import Storage
     from .workers import SimWorker
 
 Content = int
@@ -146,9 +147,13 @@ class Training:
         machines = {w.node.machine_name for w in workers}
         return [w for w in workers if not all(network.joins(w.node.machine_name, name) for name in machines)]
 
-    def _check(self, epoch: int, version: int, exchange: Exchange) -> None:
-        if next(iter(exchange.joined.values())).node.job.storage.is_nowhere:
+    def begins(self, storage: Storage) -> None:
+        """Some role begins to train, or all do: what nobody has seen by then was not there for this job."""
+        if storage.is_nowhere:
             self.least = 0
+
+    def _check(self, epoch: int, version: int, exchange: Exchange) -> None:
+        self.begins(next(iter(exchange.joined.values())).node.job.storage)
         if version < self.least:
             raise Invariant.NEWEST.broken(f"step {version + 1} is done, and version {self.least} was there")
         if (

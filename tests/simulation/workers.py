@@ -332,6 +332,7 @@ class SimWorker(Process):
         ring = list(range(self.training.roles))
         group = job.group_of(self.role)
         registered = m.Registered(self.version, ring, job.shape.loads == "all", group, self.counts())
+        job.training.begins(job.storage)
         self.tell(ev.Registers(registered))
         yield from self._take_up()
 

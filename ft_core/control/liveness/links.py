@@ -115,5 +115,6 @@ class Links:
         if not degree:
             return None
         replaced = max(degree, key=lambda name: (degree[name], strikes(name), place(name)))
-        ends = min(pair for pair in always if replaced in pair)
+        pairs = (pair for pair in always if replaced in pair)
+        ends = min(pairs, key=lambda pair: (sorted(map(place, pair)), pair))  # rather of two that train
         return Broken(ends, replaced)

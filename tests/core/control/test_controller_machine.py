@@ -896,6 +896,30 @@ def test_a_spare_that_joins_takes_over_for_an_end_of_a_broken_link() -> None:
     assert job.records_of("link")[0].more["replaced"] == "node1"
 
 
+def test_who_would_come_to_the_same_broken_link_takes_no_place() -> None:
+    """Found by the simulator: two machines took turns with a role that neither could restore, until the job
+    ended."""
+    job = broke()
+    answer_probes(job, 10, ("node0", "node1"))
+    del job.agents["node1"]
+    job.all_report()
+    assert job.records_of("decided")[-1].more["moved"] == {1: "node3"}
+    back = job.join("node1+1")
+    for agent in job.agents.values():  # and node0 can be spared by nobody
+        agent.replicas = {name: held for name, held in agent.replicas.items() if name != job.segment(0)}
+    job["node3"].say(RestoreFailed(epoch=2, role=1, reason="no route to host"))
+    job.all_report()
+    job.wait(0)
+    answer_probes(job, 10, ("node0", "node3"), ("node0", back.name))
+    [waiting] = job.records_of("waiting")
+    assert "nodes node0 and node3 do not reach each other" in waiting.reason
+    assert len(job.records_of("link")) == 1
+    answer_probes(job, 10)
+    job.all_report()
+    decided = job.records_of("decided")[-1]
+    assert decided.epoch == 3 and decided.more["moved"] == {}, "the link is mended"
+
+
 def test_a_link_is_of_no_interest_once_all_who_saw_it_break_are_dead() -> None:
     job = ControlPlane(nodes=3, spares=2)
     job.all_step(1)

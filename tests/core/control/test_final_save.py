@@ -9,6 +9,7 @@ import pytest
 from core.control.test_controller_machine import ControlPlane, lose, restart, tell
 from msgspec.structs import replace
 
+from ft_core.control.decide.durable_names import AGAIN
 from ft_core.control.events import End, LauncherGone
 from ft_core.protocol import messages as m
 
@@ -139,7 +140,7 @@ def test_what_is_not_saved_is_said_and_ends_the_job_alike(what: str) -> None:
         written(job, "No space left on device" if what == "fails" else "")
     if what == "nowhere":
         lists(job, NAME.format(2, 1))  # of another epoch
-    if what == "late":
+    if what in ("late", "unread"):
         job.wait(job.settings.shutdown_timeout - 0.5)
         assert job.done is None
         job.wait(0.6)
@@ -157,7 +158,22 @@ def test_what_is_not_saved_is_said_and_ends_the_job_alike(what: str) -> None:
 def test_how_old_what_was_not_saved_may_be(every: int, before: str) -> None:
     job = ending(every=every)
     lists(job, error="Stale file handle")
+    job.wait(job.settings.shutdown_timeout)
     assert f"the newest version, of step 2 or {before}, is not saved: " in job.said[-1]
+
+
+def test_storage_that_cannot_be_read_for_a_moment_is_asked_again() -> None:
+    job = ending()
+    lists(job, error="Stale file handle")
+    assert job.done is None
+    job.wait(AGAIN)
+    lists(job)
+    written(job)
+    lists(job, error="it does not answer")
+    assert job.done is None
+    job.wait(AGAIN)
+    lists(job, NAME.format(2, job.controller.cluster.epoch))
+    assert job.done == End(3) and job.records_of("saved") and not job.records_of("not_saved")
 
 
 def test_what_a_lost_node_had_is_written_where_its_copies_are() -> None:
