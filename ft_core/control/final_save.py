@@ -33,8 +33,8 @@ class FinalSave:
         """Do what can be done by now."""
         cluster, now = self._cluster, self._out.now
         if now >= phase.until:
-            late = f"it took longer than {phase.until - phase.since:g} s (--shutdown-timeout)"
-            self._failed(phase, phase.unread or late)
+            slow = f"it took longer than {phase.until - phase.since:g} s (--shutdown-timeout)"
+            self._failed(phase, phase.unread or slow)
         elif phase.last is not None and not cluster.nodes.keys() >= set(phase.last.places.values()):
             phase.last = None  # who was to write is lost: others may hold the same
             self.advance(phase)

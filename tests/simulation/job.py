@@ -520,8 +520,9 @@ class SimJob:
     def _left_behind(self, name: str) -> bool:
         """Whether the job has gone back to before that checkpoint since it was written."""
         found = parse(name)
-        ours = found.job != "former"
-        return ours and any(found.epoch < e and found.version > v for e, v in self._gone_back)
+        if found.job == "former":
+            return self.training.without
+        return any(found.epoch < e and found.version > v for e, v in self._gone_back)
 
     def _check_corruption(self, event: ev.Record) -> None:
         """A bit has flipped, of that role's; and nobody is taken for one who is not compared."""
@@ -944,14 +945,18 @@ class SimJob:
 
     def _drains_end(self) -> None:
         """Nodes that are to be taken out are, or it is said that they stay; perhaps once another comes."""
-        self.drained = self._known_as_drained(self.controller)
+
+        def over() -> bool:
+            self.drained = self._known_as_drained(self.controller)  # which may be another by then
+            return self.over or not self.drained
+
         for _ in range(2):
-            if self.over or not self.drained:
+            if over():
                 return
             self.join()
             limit = 3 * _CALM + 3 * self.every * self.step  # until copies are elsewhere, or all was tried
             limit = _LIMIT if self._hopeless else limit
-            self.world.run(self.world.now + limit, lambda: self.over or not self.drained)
+            self.world.run(self.world.now + limit, over)
         if self.drained and not self.over:
             raise Invariant.DRAINS.broken(f"{self.drained} are being drained for ever; {self._where()}")
 

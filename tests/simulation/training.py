@@ -76,6 +76,8 @@ class Training:
         """By version, the roles that have ever had it."""
         self.least = 0
         """A version that was there before the job."""
+        self.without = False
+        """Whether training began when nobody saw what a former job has left."""
         self.newest = 0
         """The newest version that any role has had."""
         self.step_at: dict[tuple[int, int], float] = {}
@@ -150,7 +152,7 @@ class Training:
     def begins(self, storage: Storage) -> None:
         """Some role begins to train, or all do: what nobody has seen by then was not there for this job."""
         if storage.is_nowhere:
-            self.least = 0
+            self.least, self.without = 0, True
 
     def _check(self, epoch: int, version: int, exchange: Exchange) -> None:
         self.begins(next(iter(exchange.joined.values())).node.job.storage)
