@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -13,7 +13,8 @@ Patch = Callable[[ModuleType], None]
 
 
 def after_import(name: str, patch: Patch) -> None:
-    """Call `patch` with the module `name`: now if it is imported already, otherwise once it has run.
+    """Call `patch` with the module `name`: now if it is imported already, otherwise once it has run, or is in
+    sight again.
 
     Asked for again, the same `patch` is called no second time.
     """
@@ -23,11 +24,27 @@ def after_import(name: str, patch: Patch) -> None:
     asked.append(patch)
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
-    if (module := sys.modules.get(name, aside.get(name))) is not None:
-        patch(module)
+    if (module := sys.modules.get(name)) is not None:
+        _patch(name, module)
+
+
+def _patch(name: str, module: ModuleType) -> None:
+    for patch in list(_patches.get(name, ())):
+        if (id(module), patch) not in _patched:
+            _patched[id(module), patch] = module
+            patch(module)
+
+
+def in_sight(names: Iterable[str]) -> None:
+    """These modules are there again that were out of sight."""
+    for name in names:
+        if (module := sys.modules.get(name)) is not None:
+            _patch(name, module)
 
 
 _patches: dict[str, list[Patch]] = {}
+_patched: dict[tuple[int, Patch], ModuleType] = {}
+"""By its identity, which no other has as long as it is in here: the modules that were patched."""
 aside: dict[str, ModuleType] = {}
 """Modules that are imported, and are out of sight until somebody asks for them."""
 
@@ -60,8 +77,7 @@ class _PatchingLoader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        for patch in _patches[module.__name__]:
-            patch(module)
+        _patch(module.__name__, module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)  # get_source, is_package and what else tools ask a loader

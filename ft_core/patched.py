@@ -55,6 +55,8 @@ IMPORT_BY_NAME = declare("importlib._bootstrap:_gcd_import", _IMPORT)
 READ_VARIABLE = declare("os:_Environ.__getitem__", _IMPORT)
 EACH_VARIABLE = declare("os:_Environ.__iter__", _IMPORT)
 WRITE_VARIABLE = declare("os:_Environ.__setitem__", _IMPORT)
+DELETE_VARIABLE = declare("os:_Environ.__delitem__", _IMPORT)
+ADD_HANDLER = declare("logging:Logger.addHandler", _IMPORT)
 _MARKED = "until training begins: the time line tells when it is made"
 MADE = {
     "process groups": declare(f"{_GROUPS}_new_group_with_tag", _MARKED),

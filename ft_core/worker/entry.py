@@ -147,9 +147,9 @@ def _play(
     build_locks.install(session.overlay.real)
     data_waits.install()
     cuda_fork.check()
+    imports.hide()
     for install in plugins.load(plugins.HOOKS):
         install()
-    imports.hide()
     if session.joining:
         # The agent's directory, which goes with it: nothing of another machine's is there.
         session.overlay.begin(job_dir, Path(get_temp_dir()), session.in_place.cannot_pass)

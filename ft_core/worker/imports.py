@@ -11,20 +11,23 @@ it has of a framework is that which was there.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
+import threading
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
+from importlib.util import resolve_name
 from types import FrameType, ModuleType
 from typing import Any
 
 from ft_core import patched, plugins
-from ft_core.import_hook import aside
+from ft_core.import_hook import aside, in_sight
 
 log = logging.getLogger(__name__)
 
@@ -50,19 +53,25 @@ class Package:
     """Packages that it has imported."""
     modules: dict[str, ModuleType] = field(default_factory=dict)
     """By name, while they are out of sight."""
+    handlers: list[tuple[logging.Logger, logging.Handler]] = field(default_factory=list)
+    """Of log messages, which it has installed as it was imported."""
+    there_else: bool = False
+    """Whether the script finds it in another place, as it has changed `sys.path`."""
 
     def differs(self) -> list[str]:
-        """Names of what would read otherwise now."""
-        changed = (name for name, value in self.reads.items() if os.environ.get(name) != value)
-        return [name for name in changed if name not in _written]
+        """Names of what would read otherwise now, but for what packages themselves have made of it."""
+        now = {name: os.environ.get(name) for name in self.reads}
+        changed = (name for name, value in self.reads.items() if now[name] != value)
+        return [name for name in changed if name not in _written or now[name] != _written[name]]
 
 
 _NATIVE = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "KMP_AFFINITY")
 """What torch's libraries read as they are loaded."""
 _packages: dict[str, Package] = {}
 """The packages of this process, or of that which it was forked from."""
-_written: set[str] = set()
-"""What packages have set in the environment as they were imported: it is there in workers as well."""
+_written: dict[str, str | None] = {}
+"""What packages have set in the environment, or deleted (None), as they were imported: it is so in workers,
+too."""
 _before: frozenset[str] = frozenset()
 """Packages that the engine has imported for itself: they stay."""
 _own: frozenset[str] = frozenset()
@@ -77,7 +86,7 @@ _there: frozenset[str] = frozenset()
 def set_for_script(name: str, value: str) -> None:
     """Set what the script sets itself, when it is about to import what comes next."""
     os.environ[name] = value
-    _written.discard(name)
+    _written.pop(name, None)
 
 
 @contextmanager
@@ -89,7 +98,8 @@ def noted() -> Iterator[None]:
     _own = _before & frozenset(plugins.packages())
     _packages.setdefault("torch", Package()).reads.update({name: os.environ.get(name) for name in _NATIVE})
     read, write = patched.READ_VARIABLE.original(), patched.WRITE_VARIABLE.original()
-    each = patched.EACH_VARIABLE.original()
+    each, delete = patched.EACH_VARIABLE.original(), patched.DELETE_VARIABLE.original()
+    add_handler = patched.ADD_HANDLER.original()
     load, load_by_name = patched.IMPORT.original(), patched.IMPORT_BY_NAME.original()
     looked_through = deque[str]()
 
@@ -111,8 +121,16 @@ def noted() -> Iterator[None]:
             yield name
 
     def writes(environment: Any, name: str, value: str) -> None:
-        _written.add(name)
         write(environment, name, value)
+        _written[name] = value
+
+    def deletes(environment: Any, name: str) -> None:
+        delete(environment, name)
+        _written[name] = None
+
+    def adds_handler(logger: logging.Logger, handler: logging.Handler) -> None:
+        add_handler(logger, handler)
+        _of(sys._getframe(1)).handlers.append((logger, handler))
 
     def loads(
         name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
@@ -123,15 +141,18 @@ def noted() -> Iterator[None]:
         found: ModuleType = load(name, globals, locals, fromlist, level)
         return found
 
-    def loads_by_name(name: str, *about: Any) -> ModuleType:
-        _of(sys._getframe(1)).needs.add(_unit(name))
-        found: ModuleType = load_by_name(name, *about)
+    def loads_by_name(name: str, package: Any = None, level: int = 0) -> ModuleType:
+        whole = resolve_name("." * level + name, package)
+        _of(sys._getframe(1)).needs.add(_unit(whole))
+        found: ModuleType = load_by_name(name, package, level)
         return found
 
     with (
         patched.READ_VARIABLE.replaced(reads),
         patched.EACH_VARIABLE.replaced(looks_through),
         patched.WRITE_VARIABLE.replaced(writes),
+        patched.DELETE_VARIABLE.replaced(deletes),
+        patched.ADD_HANDLER.replaced(adds_handler),
         patched.IMPORT.replaced(loads),
         patched.IMPORT_BY_NAME.replaced(loads_by_name),
     ):
@@ -188,7 +209,7 @@ def _and_who_needs(names: set[str], among: Collection[str]) -> set[str]:
 
 
 class _Finder(MetaPathFinder):
-    """Brings packages back that were imported before."""
+    """Finds packages that were imported before; to load one is what decides of it."""
 
     def __init__(self, hidden: set[str]) -> None:
         self._hidden = hidden
@@ -196,28 +217,54 @@ class _Finder(MetaPathFinder):
         """For packages that are to be imported anew: the modules of all those that are so together."""
         self._renewed: list[dict[str, dict[str, ModuleType]]] = []
         """The same of those that are anew. Whoever has been imported with the former ones has to be, too."""
+        self._asks = threading.local()
+        self._came: list[str] = []
+        """Modules that are back, and have yet to be told of to who waits for them."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if (package := _unit(name)) in self._hidden:
-            self._decide(package)
-            if (module := sys.modules.pop(name, None)) is not None:  # who finds it there loads it once more
-                return ModuleSpec(name, _Back(module), origin=getattr(module, "__file__", None))
-        if (former := self._anew.pop(name, None)) is None:
+        if (_unit(name) not in self._hidden and name not in self._anew) or name in vars(self._asks):
             return None
-        for finder in sys.meta_path:
-            if finder is not self and (spec := finder.find_spec(name, path, target)) is not None:
-                if spec.loader is not None:
-                    spec.loader = _Anew(spec.loader, former)
-                return spec
+        vars(self._asks)[name] = True  # other finders ask all
+        try:
+            others = (finder for finder in list(sys.meta_path) if finder is not self)
+            found = (spec for finder in others if (spec := finder.find_spec(name, path, target)) is not None)
+            spec = next(found, None)
+        finally:
+            del vars(self._asks)[name]
+        if spec is None:
+            if name not in aside:
+                return None
+            spec = ModuleSpec(name, None)  # it was made, and is in no file
+        spec.loader = _Brings(self, spec, spec.loader)
+        return spec
+
+    def back(self, name: str, origin: str | None) -> ModuleType | None:
+        """The module, if it need not be imported anew. `origin`: where it would be found now."""
+        if (unit := _unit(name)) in self._hidden:
+            before = getattr(getattr(_packages[unit].modules.get(name), "__spec__", None), "origin", None)
+            _packages[unit].there_else = None not in (before, origin) and before != origin
+            self._decide(unit)
+            return sys.modules.pop(name, None)  # who finds it there loads it once more
         return None
+
+    def tell(self) -> None:
+        """What came back with a module can be imported by now, that one too."""
+        came, self._came = self._came, []
+        in_sight(came)
+
+    def anew(self, loader: Loader, name: str) -> Loader:
+        """What loads it, if it is not back."""
+        former = self._anew.pop(name, None)
+        return loader if former is None else _Anew(loader, former)
 
     def _decide(self, wanted: str) -> None:
         """Bring that package back, with those that it needs, or have it imported anew."""
         needed = self._needed(wanted)
         renewed = {name for former in self._renewed for name in former}
         differ = {n for n in needed if _packages[n].differs() or not renewed.isdisjoint(_packages[n].needs)}
+        differ |= {n for n in needed if _packages[n].there_else}
         anew = {name for name in _and_who_needs(differ, needed) if not _is_native(_packages[name])}
         former = {name: _packages[name].modules for name in anew}
         self._renewed.append(former)
@@ -226,9 +273,12 @@ class _Finder(MetaPathFinder):
             self._hidden.discard(name)
             if name in anew:
                 self._anew[name] = former
+                for logger, handler in package.handlers:
+                    logger.removeHandler(handler)
                 continue
             _say(name, package.differs())
             _bring_back(package.modules)
+            self._came += package.modules
         for name in needed:
             for each in _packages[name].modules:
                 aside.pop(each, None)
@@ -267,6 +317,10 @@ class _Anew(Loader):
             for package, modules in self._former.items():
                 _say(package, _packages[package].differs())
                 _bring_back(modules)
+                for logger, handler in _packages[package].handlers:
+                    if not logger.handlers:
+                        logger.addHandler(handler)
+            in_sight(each for modules in self._former.values() for each in modules)
             self._former.clear()
             sys.modules.update(own)
             vars(module).update(vars(own[name]))  # for whoever has it already
@@ -275,17 +329,31 @@ class _Anew(Loader):
         return getattr(self._loader, name)
 
 
-class _Back(Loader):
-    """Loads a module that has run."""
+class _Brings(Loader):
+    """Loads a module that was imported before: as it was, or anew."""
 
-    def __init__(self, module: ModuleType) -> None:
-        self._module, self._spec = module, module.__spec__
+    def __init__(self, finder: _Finder, spec: ModuleSpec, loader: Loader | None) -> None:
+        """`loader`: what would load it elsewhere; None of what is in no file, or in many places."""
+        self._finder, self._name, self._origin, self._loader = finder, spec.name, spec.origin, loader
+        self._back: tuple[ModuleType, Any] | None = None
+        """The module, and its own spec."""
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return self._module
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        if (module := self._finder.back(self._name, self._origin)) is not None:
+            self._back = module, getattr(module, "__spec__", None)
+            return module
+        return self._loader.create_module(spec) if self._loader is not None else None
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec
+        if self._back is not None:
+            with contextlib.suppress(AttributeError):  # it may be any object
+                module.__spec__ = self._back[1]
+        self._finder.tell()
+        if self._back is None and self._loader is not None:
+            self._finder.anew(self._loader, self._name).exec_module(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)  # get_source, is_package and what else tools ask a loader
 
 
 def _bring_back(modules: Mapping[str, ModuleType]) -> None:

@@ -30,7 +30,7 @@ from .schedules import (
 SCHEDULES = int(os.environ.get("SCHEDULES", "2000"))
 FAILED_ONCE = {
     -855573752: "the oracle: a node was gone, and the leader that would have said so, both at the same time",
-    81533656: "the oracle: a job began when nobody saw a former checkpoint, and a role failed before its first step",
+    81533656: "the oracle: a job began when nobody saw a former checkpoint, and a role failed early",
     80479248: "two machines that do not reach the only holder took turns with a role, until the job ended",
     85839008: "the oracle: storage failed between a question and its answer; and nobody asked again",
     81086657: "the oracle: a job that had begun when nobody saw a former checkpoint, and had done no step",

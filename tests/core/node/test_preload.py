@@ -166,6 +166,92 @@ def test_what_an_adapter_has_of_a_framework_is_what_the_script_has(
     assert printed(OWN.format(path=str(packages), change=change)) == [f"{same} True True"]
 
 
+ASKED = """
+    import importlib, logging, os, sys
+    from importlib.util import find_spec
+    sys.path.insert(0, {path!r})
+    from ft_core.worker import imports
+    from ft_core.import_hook import after_import
+    os.environ["SET"] = os.environ["SECRET"] = "before"
+    with imports.noted():
+        import {imported}
+    imports.hide()
+    os.environ["RANK"] = "3"
+    {script}
+"""
+SITUATIONS = {
+    "whoever asks for a package has not imported it": (
+        "reads.deep",
+        "found = find_spec('reads'); os.environ['SET'] = 'after'; import reads.deep; "
+        "print(len(found.submodule_search_locations), reads.SET, reads.deep is sys.modules['reads.deep'])",
+        "1 after True",
+    ),
+    "a package that is back has its modules": (
+        "plain, asks.deep",
+        "find_spec('asks'); import asks; print(asks.deep.__name__)",
+        "asks.deep",
+    ),
+    "who waits for a module comes when the script has imported it": (
+        "above",
+        "after_import('reads', lambda module: setattr(module, 'by', importlib.import_module('above'))); "
+        "import reads; print(reads.by.reads is reads)",
+        "True",
+    ),
+    "and where it is as it was": (
+        "asks.deep",
+        "after_import('asks.deep', lambda module: setattr(module, 'patched', 'once')); import asks; "
+        "print(asks.deep.patched)",
+        "once",
+    ),
+    "a rank that a package has made up is none": (
+        "makes_up, reads",
+        "import reads, makes_up; print(makes_up.RANK)",
+        "3",
+    ),
+    "what a package takes out of the environment is gone": (
+        "takes",
+        "import takes; print(takes.SECRET)",
+        "before",
+    ),
+    "a package is named as seen from another": (
+        "reads.deep, by_name",
+        "import by_name, reads.deep; print(by_name.deep is reads.deep)",
+        "True",
+    ),
+    "log messages are written once": (
+        "logs",
+        "import logs; print(logs.RANK, len(logging.getLogger('logs').handlers))",
+        "3 1",
+    ),
+    "a package is where the script looks for it": (
+        "asks.deep",
+        "sys.path.insert(0, {path!r} + '/other'); import asks; print(asks.OTHER)",
+        "True",
+    ),
+    "a module may be any object": ("thing", "import thing; print(thing.RANK)", "3"),
+}
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_scripts_find_what_they_would_elsewhere(packages: Path, situation: str) -> None:
+    read = "import os\nRANK = os.environ.get('RANK')\n"
+    files(
+        packages,
+        makes_up=f"import os\nos.environ.setdefault('RANK', '0')\n{read}",
+        takes="import os\nSECRET = os.environ.pop('SECRET', None)",
+        by_name="import importlib\ndeep = importlib.import_module('.deep', 'reads')",
+        logs=f"{read}import logging\nlogging.getLogger('logs').addHandler(logging.StreamHandler())",
+        asks__deep="",
+        thing=f"{read}import sys\nclass Thing:\n    RANK = RANK\nsys.modules['thing'] = Thing()",
+    )
+    (packages / "asks" / "__init__.py").write_text("import os\nSET = os.getenv('SET')\n")
+    (packages / "other" / "asks").mkdir(parents=True)
+    (packages / "other" / "asks" / "__init__.py").write_text("OTHER = True\n")
+    imported, script, expected = SITUATIONS[situation]
+    script = script.replace("{path!r}", repr(str(packages)))
+    assert printed(ASKED.format(path=str(packages), imported=imported, script=script)) == [expected]
+
+
 def test_native_code_is_not_imported_twice(packages: Path) -> None:
     change = "imports._is_native = lambda package: True; os.environ['SET'] = 'after'"
     found = printed(BROUGHT_BACK.format(path=str(packages), change=change))
