@@ -1,12 +1,12 @@
 """What a fork server has imported for its workers, and whether a worker may have it as it is.
 
 A module that reads the environment when it is imported is another one where that differs: in the worker,
-which has a rank, or because the script has set something before its own import. Packages that did so, and
-those that imported them, are out of sight when the script begins. Its import of one brings it back if nothing
-that was read reads otherwise now; else it is imported anew, as it would be elsewhere. A package with native
-code cannot be imported twice, nor one that fails the second time (`datasets` registers types with pyarrow,
-once): that is said. So it is with each module of the engine's own adapters that a script has imported: what
-it has of a framework is that which was there.
+which has a rank, or because the script has set something before its own import. So is one that the script
+finds in another place, since it has changed `sys.path`. What was imported is out of sight when the script
+begins. Its import of a package brings it back if nothing that was read reads otherwise now; else it is
+imported anew, as it would be elsewhere. A package with native code cannot be imported twice, nor one that
+fails the second time (`datasets` registers types with pyarrow, once): that is said. So it is with each module
+of the engine's own adapters that a script has imported: what it has of a framework is that which was there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
+from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec, PathFinder
 from importlib.util import resolve_name
 from types import FrameType, ModuleType
 from typing import Any
@@ -182,17 +182,18 @@ def check() -> None:
 
 
 def hide() -> None:
-    """Put out of sight what may have to be imported anew."""
-    for_script = {name: package for name, package in _packages.items() if name not in _before}
-    hidden = {n for n, p in for_script.items() if p.reads and package_of(n) not in _own}
-    hidden = _and_who_needs(hidden, for_script)
+    """Put out of sight what was imported for the script."""
+    if not _there:
+        return
+    hidden = set[str]()
     for each, module in list(sys.modules.items()):  # other threads import, too
-        if (name := _unit(each)) in hidden:
-            _packages[name].modules[each] = aside[each] = module
+        name = _unit(each)
+        if each not in _there and name not in _before and package_of(name) not in sys.stdlib_module_names:
+            hidden.add(name)
+            _packages.setdefault(name, Package()).modules[each] = aside[each] = module
             del sys.modules[each]
             _parent(each).pop(each.rpartition(".")[2], None)
-    if hidden:
-        sys.meta_path.insert(0, _Finder(hidden))
+    sys.meta_path.insert(0, _Finder(hidden))
 
 
 def _parent(module: str) -> dict[str, Any]:
@@ -240,11 +241,10 @@ class _Finder(MetaPathFinder):
         spec.loader = _Brings(self, spec, spec.loader)
         return spec
 
-    def back(self, name: str, origin: str | None) -> ModuleType | None:
-        """The module, if it need not be imported anew. `origin`: where it would be found now."""
+    def back(self, name: str, spec: ModuleSpec) -> ModuleType | None:
+        """The module, if it need not be imported anew. `spec`: as it would be found now."""
         if (unit := _unit(name)) in self._hidden:
-            before = getattr(getattr(_packages[unit].modules.get(name), "__spec__", None), "origin", None)
-            _packages[unit].there_else = None not in (before, origin) and before != origin
+            _packages[unit].there_else = _is_elsewhere(name, _packages[unit].modules, spec)
             self._decide(unit)
             return sys.modules.pop(name, None)  # who finds it there loads it once more
         return None
@@ -334,12 +334,12 @@ class _Brings(Loader):
 
     def __init__(self, finder: _Finder, spec: ModuleSpec, loader: Loader | None) -> None:
         """`loader`: what would load it elsewhere; None of what is in no file, or in many places."""
-        self._finder, self._name, self._origin, self._loader = finder, spec.name, spec.origin, loader
+        self._finder, self._name, self._loader = finder, spec.name, loader
         self._back: tuple[ModuleType, Any] | None = None
         """The module, and its own spec."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        if (module := self._finder.back(self._name, self._origin)) is not None:
+        if (module := self._finder.back(self._name, spec)) is not None:
             self._back = module, getattr(module, "__spec__", None)
             return module
         return self._loader.create_module(spec) if self._loader is not None else None
@@ -354,6 +354,20 @@ class _Brings(Loader):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)  # get_source, is_package and what else tools ask a loader
+
+
+def _is_elsewhere(name: str, modules: Mapping[str, ModuleType], spec: ModuleSpec) -> bool:
+    """Whether one of these modules would be another file now. Of a package that is in many places those in it
+    are looked at."""
+    places, found = spec.submodule_search_locations, {name: spec.origin}
+    if places is not None and spec.origin is None:
+        inner = (each for each in modules if each.rpartition(".")[0] == name)
+        specs = ((each, PathFinder.find_spec(each, list(places))) for each in inner)
+        found = {each: its.origin for each, its in specs if its is not None}
+    before = {each: getattr(getattr(modules.get(each), "__spec__", None), "origin", None) for each in found}
+    return any(
+        None not in (origin, before[each]) and origin != before[each] for each, origin in found.items()
+    )
 
 
 def _bring_back(modules: Mapping[str, ModuleType]) -> None:

@@ -94,7 +94,7 @@ BROUGHT_BACK = """
     first = sys.modules["reads"], sys.modules["above"], sys.modules["plain"]
     after_import("reads", lambda module: setattr(module, "patched", True))
     imports.hide()
-    assert "plain" in sys.modules and "reads" not in sys.modules and "above" not in sys.modules
+    assert not {{"plain", "reads", "above"}} & sys.modules.keys()
     {change}
     import above, plain, reads.deep
     print(reads is first[0], above is first[1], plain is first[2], reads.SET, above.reads is reads)
@@ -224,9 +224,10 @@ SITUATIONS = {
         "3 1",
     ),
     "a package is where the script looks for it": (
-        "asks.deep",
-        "sys.path.insert(0, {path!r} + '/other'); import asks; print(asks.OTHER)",
-        "True",
+        "asks.deep, plain, spread.inner",
+        "sys.path.insert(0, {path!r} + '/other'); import asks, plain, spread.inner; "
+        "print(asks.OTHER, plain.OTHER, spread.inner.OTHER)",
+        "True True True",
     ),
     "a module may be any object": ("thing", "import thing; print(thing.RANK)", "3"),
 }
@@ -245,7 +246,8 @@ def test_scripts_find_what_they_would_elsewhere(packages: Path, situation: str) 
         thing=f"{read}import sys\nclass Thing:\n    RANK = RANK\nsys.modules['thing'] = Thing()",
     )
     (packages / "asks" / "__init__.py").write_text("import os\nSET = os.getenv('SET')\n")
-    (packages / "other" / "asks").mkdir(parents=True)
+    files(packages, spread__inner="", other__plain="OTHER = True", other__spread__inner="OTHER = True")
+    files(packages, other__asks__within="")
     (packages / "other" / "asks" / "__init__.py").write_text("OTHER = True\n")
     imported, script, expected = SITUATIONS[situation]
     script = script.replace("{path!r}", repr(str(packages)))
