@@ -25,21 +25,20 @@ def after_import(name: str, patch: Patch) -> None:
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
     if (module := sys.modules.get(name)) is not None:
-        _patch(name, module)
+        _use(patch, module)
 
 
-def _patch(name: str, module: ModuleType) -> None:
-    for patch in list(_patches.get(name, ())):
-        if (id(module), patch) not in _patched:
-            _patched[id(module), patch] = module
-            patch(module)
+def _use(patch: Patch, module: ModuleType) -> None:
+    _patched[id(module), patch] = module
+    patch(module)
 
 
 def in_sight(names: Iterable[str]) -> None:
     """These modules are there again that were out of sight."""
     for name in names:
-        if (module := sys.modules.get(name)) is not None:
-            _patch(name, module)
+        for patch in list(_patches.get(name, ())):
+            if (module := sys.modules.get(name)) is not None and (id(module), patch) not in _patched:
+                _use(patch, module)
 
 
 _patches: dict[str, list[Patch]] = {}
@@ -77,7 +76,8 @@ class _PatchingLoader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        _patch(module.__name__, module)
+        for patch in list(_patches[module.__name__]):
+            _use(patch, module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)  # get_source, is_package and what else tools ask a loader

@@ -54,7 +54,7 @@ class Package:
     modules: dict[str, ModuleType] = field(default_factory=dict)
     """By name, while they are out of sight."""
     handlers: list[tuple[logging.Logger, logging.Handler]] = field(default_factory=list)
-    """Of log messages, which it has installed as it was imported."""
+    """What log messages go through, of those that it has installed as it was imported."""
     there_else: bool = False
     """Whether the script finds it in another place, as it has changed `sys.path`."""
 
