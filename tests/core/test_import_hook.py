@@ -63,4 +63,5 @@ def test_what_is_not_there_is_still_not_there(framework: None):
 def test_a_module_that_is_loaded_once_more_is_patched_once_more(framework: None):
     after_import("aframework.parser", adding("--early"))
     parser = importlib.import_module("aframework.parser")
-    assert importlib.reload(parser).flags() == ["--own", "--early"]
+    before = parser.flags()
+    assert "--early" in before and importlib.reload(parser).flags() == before
