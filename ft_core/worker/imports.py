@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec, PathFinder
+from importlib.machinery import EXTENSION_SUFFIXES, ModuleSpec
 from importlib.util import resolve_name
 from types import FrameType, ModuleType
 from typing import Any
@@ -359,15 +359,22 @@ class _Brings(Loader):
 def _is_elsewhere(name: str, modules: Mapping[str, ModuleType], spec: ModuleSpec) -> bool:
     """Whether one of these modules would be another file now. Of a package that is in many places those in it
     are looked at."""
-    places, found = spec.submodule_search_locations, {name: spec.origin}
-    if places is not None and spec.origin is None:
-        inner = (each for each in modules if each.rpartition(".")[0] == name)
-        specs = ((each, PathFinder.find_spec(each, list(places))) for each in inner)
-        found = {each: its.origin for each, its in specs if its is not None}
-    before = {each: getattr(getattr(modules.get(each), "__spec__", None), "origin", None) for each in found}
-    return any(
-        None not in (origin, before[each]) and origin != before[each] for each, origin in found.items()
-    )
+    if spec.origin is not None:
+        return _file(modules.get(name)) not in (None, spec.origin)
+    places = list(spec.submodule_search_locations or ())
+    inner = ((each, _file(module)) for each, module in modules.items() if each.rpartition(".")[0] == name)
+    return any(file is not None and _found(each, places) not in (None, file) for each, file in inner)
+
+
+def _found(name: str, places: Sequence[str]) -> str | None:
+    """Where a module's file is, looked for there in turn."""
+    each = [os.path.join(place, name.rpartition(".")[2]) for place in places]
+    files = (file for at in each for file in (os.path.join(at, "__init__.py"), f"{at}.py"))
+    return next(filter(os.path.exists, files), None)
+
+
+def _file(module: ModuleType | None) -> str | None:
+    return getattr(getattr(module, "__spec__", None), "origin", None)
 
 
 def _bring_back(modules: Mapping[str, ModuleType]) -> None:

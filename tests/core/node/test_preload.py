@@ -224,7 +224,7 @@ SITUATIONS = {
         "3 1",
     ),
     "a package is where the script looks for it": (
-        "asks.deep, plain, spread.inner",
+        "asks.deep, plain, spread.inner, spread.wide.deep",
         "sys.path.insert(0, {path!r} + '/other'); import asks, plain, spread.inner; "
         "print(asks.OTHER, plain.OTHER, spread.inner.OTHER)",
         "True True True",
@@ -246,7 +246,13 @@ def test_scripts_find_what_they_would_elsewhere(packages: Path, situation: str) 
         thing=f"{read}import sys\nclass Thing:\n    RANK = RANK\nsys.modules['thing'] = Thing()",
     )
     (packages / "asks" / "__init__.py").write_text("import os\nSET = os.getenv('SET')\n")
-    files(packages, spread__inner="", other__plain="OTHER = True", other__spread__inner="OTHER = True")
+    files(
+        packages,
+        spread__inner="",
+        spread__wide__deep="",
+        other__plain="OTHER = True",
+        other__spread__inner="OTHER = True",
+    )
     files(packages, other__asks__within="")
     (packages / "other" / "asks" / "__init__.py").write_text("OTHER = True\n")
     imported, script, expected = SITUATIONS[situation]
