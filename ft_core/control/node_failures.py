@@ -109,10 +109,11 @@ class NodeFailures:
         none = cluster.settings.world_size  # a node without a role is replaced rather than one with some
         failed = lambda name: len(cluster.strikes.against(place(name), now))  # noqa: E731
         broken = self._detector.links.found(cluster.nodes, failed, lambda name: first.get(name, none))
+        replaced = ""
         if broken is not None:
             self._severed = {ends: at for ends, at in self._severed.items() if now - at < _SEVERED}
             self._severed[frozenset(map(place, broken.ends))] = now
-        replaced = "" if broken is None else self._replaceable(broken)
+            replaced = self._replaceable(broken)
         if broken is not None and not replaced:
             # What they hold would be lost, or they would come back to the same link.
             one, other = broken.ends

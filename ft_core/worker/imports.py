@@ -55,8 +55,6 @@ class Package:
     """By name, while they are out of sight."""
     handlers: list[tuple[logging.Logger, logging.Handler]] = field(default_factory=list)
     """What log messages go through, of those that it has installed as it was imported."""
-    there_else: bool = False
-    """Whether the script finds it in another place, as it has changed `sys.path`."""
 
     def differs(self) -> list[str]:
         """Names of what would read otherwise now, but for what packages themselves have made of it."""
@@ -244,8 +242,7 @@ class _Finder(MetaPathFinder):
     def back(self, name: str, spec: ModuleSpec) -> ModuleType | None:
         """The module, if it need not be imported anew. `spec`: as it would be found now."""
         if (unit := _unit(name)) in self._hidden:
-            _packages[unit].there_else = _is_elsewhere(name, _packages[unit].modules, spec)
-            self._decide(unit)
+            self._decide(unit, _is_elsewhere(name, _packages[unit].modules, spec))
             return sys.modules.pop(name, None)  # who finds it there loads it once more
         return None
 
@@ -254,17 +251,22 @@ class _Finder(MetaPathFinder):
         came, self._came = self._came, []
         in_sight(came)
 
-    def anew(self, loader: Loader, name: str) -> Loader:
-        """What loads it, if it is not back."""
-        former = self._anew.pop(name, None)
-        return loader if former is None else _Anew(loader, former)
+    def execute(self, loader: Loader, module: ModuleType) -> None:
+        """Run a module that is not back."""
+        if (former := self._anew.pop(module.__name__, None)) is None:
+            loader.exec_module(module)
+        else:
+            _execute_anew(loader, module, former)
 
-    def _decide(self, wanted: str) -> None:
-        """Bring that package back, with those that it needs, or have it imported anew."""
+    def _decide(self, wanted: str, elsewhere: bool) -> None:
+        """Bring that package back, with those that it needs, or have it imported anew.
+
+        `elsewhere`: the script finds it in another place, as it has changed `sys.path`.
+        """
         needed = self._needed(wanted)
         renewed = {name for former in self._renewed for name in former}
         differ = {n for n in needed if _packages[n].differs() or not renewed.isdisjoint(_packages[n].needs)}
-        differ |= {n for n in needed if _packages[n].there_else}
+        differ |= {wanted} if elsewhere else set()
         anew = {name for name in _and_who_needs(differ, needed) if not _is_native(_packages[name])}
         former = {name: _packages[name].modules for name in anew}
         self._renewed.append(former)
@@ -293,40 +295,32 @@ class _Finder(MetaPathFinder):
         return found
 
 
-class _Anew(Loader):
-    """Loads a module once more; where that fails, it is as before, with those that came with it."""
+def _execute_anew(loader: Loader, module: ModuleType, former: dict[str, dict[str, ModuleType]]) -> None:
+    """Run a module once more; where that fails, it is as before, with those that came with it.
 
-    def __init__(self, loader: Loader, former: dict[str, dict[str, ModuleType]]) -> None:
-        self._loader, self._former = loader, former
-        """That is empty once another of them has failed, and has brought all back."""
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        name = module.__name__
-        own = dict(self._former.get(name, {}))
-        try:
-            self._loader.exec_module(module)
-        except Exception as error:
-            if name not in own:
-                raise
-            log.warning("%s cannot be imported again: %s: %s", name, type(error).__name__, error)
-            for each in [each for each in sys.modules if _unit(each) in self._former]:
-                del sys.modules[each]
-            for package, modules in self._former.items():
-                _say(package, _packages[package].differs())
-                _bring_back(modules)
-                for logger, handler in _packages[package].handlers:
-                    if not logger.handlers:
-                        logger.addHandler(handler)
-            in_sight(each for modules in self._former.values() for each in modules)
-            self._former.clear()
-            sys.modules.update(own)
-            vars(module).update(vars(own[name]))  # for whoever has it already
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
+    `former`: the modules of all packages that are anew together; empty once another of them has failed, and
+    has brought all back.
+    """
+    name = module.__name__
+    own = dict(former.get(name, {}))
+    try:
+        loader.exec_module(module)
+    except Exception as error:
+        if name not in own:
+            raise
+        log.warning("%s cannot be imported again: %s: %s", name, type(error).__name__, error)
+        for each in [each for each in sys.modules if _unit(each) in former]:
+            del sys.modules[each]
+        for package, modules in former.items():
+            _say(package, _packages[package].differs())
+            _bring_back(modules)
+            for logger, handler in _packages[package].handlers:
+                if not logger.handlers:
+                    logger.addHandler(handler)
+        in_sight(each for modules in former.values() for each in modules)
+        former.clear()
+        sys.modules.update(own)
+        vars(module).update(vars(own[name]))  # for whoever has it already
 
 
 class _Brings(Loader):
@@ -350,7 +344,7 @@ class _Brings(Loader):
                 module.__spec__ = self._back[1]
         self._finder.tell()
         if self._back is None and self._loader is not None:
-            self._finder.anew(self._loader, self._name).exec_module(module)
+            self._finder.execute(self._loader, module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)  # get_source, is_package and what else tools ask a loader
